@@ -1,0 +1,131 @@
+"""LeRobot's pi0.5 (`lerobot.policies.pi05`): the training forward when the PaliGemma side is frozen.
+
+Hooks are class attributes, looked up at each call, so it does not matter whether the policy was built before
+`patch()`. Inference (`sample_actions`, real-time chunking) is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from somaspeed_patch.features import Feature
+from somaspeed_patch.registry import Patch, with_parameters
+
+REQUIRES = ["lerobot>=0.6.1,<0.7"]
+
+FEATURES = [
+    Feature(
+        name="frozen_prefix",
+        changes="run the frozen PaliGemma side once, without gradient, its last layer only for K and V",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="compact_tokens",
+        changes="leave out absent cameras and padded language slots (lengths 64, 96, 128, all)",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="split_attention",
+        changes="attention over frozen and trainable K/V as two streams in a Triton kernel; off: plain PyTorch",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="cast_once",
+        changes="cast frozen fp32 weights to the autocast dtype once, not at every call",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="frozen_vision",
+        changes="with freeze_vision_encoder alone: one vision call for all cameras, without gradient",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="compile",
+        changes="torch.compile the layers of the frozen stack and of the expert (also on with compile_model)",
+        exact=True,
+        default=False,
+    ),
+]
+
+_MODEL = "lerobot.policies.pi05.modeling_pi05"
+_TOKENIZER = "lerobot.processor.tokenizer_processor"
+_DEVICE = "lerobot.processor.device_processor"
+
+
+def _forward(original: Any) -> Any:
+    from somaspeed_patch.pi05 import forward
+
+    with_parameters(original, ["self", "images", "img_masks", "tokens", "masks", "actions", "noise", "time"])
+    forward.remember_host()
+    return wrapt.FunctionWrapper(original, forward.training_forward)
+
+
+def _embed_prefix(original: Any) -> Any:
+    from somaspeed_patch.pi05 import forward
+
+    with_parameters(original, ["self", "images", "img_masks", "tokens", "masks"])
+    return wrapt.FunctionWrapper(original, forward.frozen_vision)
+
+
+def _bypassing(original: Any) -> Any:
+    from somaspeed_patch.pi05 import host_compile
+
+    return wrapt.FunctionWrapper(original, host_compile.policy_forward)
+
+
+def _hinting(hook: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        from somaspeed_patch.pi05 import hint_hooks
+
+        return wrapt.FunctionWrapper(original, getattr(hint_hooks, hook))
+
+    return make
+
+
+PATCHES = [
+    Patch(module=_MODEL, name="PI05Pytorch.forward", make=_forward, site="frozen_prefix"),
+    Patch(module=_MODEL, name="PI05Pytorch.embed_prefix", make=_embed_prefix, site="frozen_vision"),
+    Patch(module=_MODEL, name="PI05Policy.forward", make=_bypassing, site="host_compile"),
+    Patch(module=_MODEL, name="PI05Policy._preprocess_images", make=_hinting("preprocess_images"), site="cameras"),
+    *(
+        Patch(module=_TOKENIZER, name=f"TokenizerProcessorStep.{method}", make=_hinting(hook), site="prompt_lengths")
+        for method, hook in (("observation", "tokenizer_observation"), ("_tokenize_text", "tokenize_text"))
+    ),
+    Patch(
+        module=_DEVICE, name="DeviceProcessorStep._process_tensor", make=_hinting("to_device"), site="mask_moves"
+    ),
+]
+
+
+def refresh() -> None:
+    """Bring the attention kernel's own counts into the report."""
+    import sys
+
+    from somaspeed_patch import sites
+
+    attention = sys.modules.get("somaspeed_patch.kernels.split_attention")
+    if attention is None:
+        return
+    site = sites.site("pi05/split_attention")
+    site.calls, site.native_calls = attention.CALLS["triton"], attention.CALLS["reference"]
+    site.fallbacks = int(attention.KERNEL_ERROR is not None)
+    site.last_fallback = attention.KERNEL_ERROR
+    if attention.last_refusal:
+        site.reason = f"plain PyTorch: {attention.last_refusal}"
+
+
+def release() -> None:
+    """Drop what the hooks cached."""
+    import sys
+
+    forward = sys.modules.get("somaspeed_patch.pi05.forward")
+    if forward is not None:
+        forward.release()

@@ -1,0 +1,88 @@
+"""What can be switched: each adapter declares its features as data, `patch()` sets them, hooks read them.
+
+A feature's value is read at call time, never captured, so `patch(compile=True)` after `patch()` takes effect at
+the next step. All features are on one flat namespace; two adapters may not declare the same name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Value = bool | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One switch of an adapter."""
+
+    name: str
+    """Keyword of `patch()` and, with dashes, flag of `somaspeed run`."""
+    changes: str
+    """What it does, in one line of the feature table."""
+    exact: bool
+    """True: loss and gradients stay within the native run's own rounding."""
+    default: Value
+    """Value without a keyword; a feature that is not exact must be off (False or None)."""
+
+    def __post_init__(self) -> None:
+        if not self.exact and self.default not in (False, None):
+            raise ValueError(f"feature {self.name}: changes numbers, so its default must be off, not {self.default!r}")
+
+
+_values: dict[str, Value] = {}
+
+
+def value(name: str) -> Value:
+    """The current value of a feature.
+
+    Raises: KeyError: no adapter that declares it was ever loaded.
+    """
+    return _values[name]
+
+
+def values() -> dict[str, Value]:
+    """All current values by name, a copy."""
+    return dict(_values)
+
+
+def declare(declared: Iterable[Feature]) -> None:
+    """Make features known at their defaults; what is set already stays."""
+    for feature in declared:
+        _values.setdefault(feature.name, feature.default)
+
+
+def assign(settings: Mapping[str, Value]) -> None:
+    """Set the named features, which `check` has accepted."""
+    _values.update(settings)
+
+
+def reset() -> None:
+    """Forget every value; the next `declare` starts from the defaults."""
+    _values.clear()
+
+
+def check(settings: Mapping[str, Any], declared: Iterable[Feature]) -> None:
+    """Refuse unknown names and values of the wrong kind.
+
+    Raises: ValueError: names the valid features, or the kind of value that was expected.
+    """
+    known = {feature.name: feature for feature in declared}
+    for name, given in settings.items():
+        if name not in known:
+            raise ValueError(unknown("feature", name, known))
+        wants_switch = isinstance(known[name].default, bool)
+        if wants_switch and not isinstance(given, bool):
+            raise ValueError(f"patch: feature {name} must be True or False, but is {given!r}")
+        if not wants_switch and not (given is None or isinstance(given, str)):
+            raise ValueError(f"patch: feature {name} must be a string or None, but is {given!r}")
+
+
+def unknown(kind: str, name: str, valid: Iterable[str]) -> str:
+    """The error text for a name that does not exist: the nearest one, then all of them."""
+    valid = sorted(valid)
+    near = difflib.get_close_matches(name, valid, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"patch: no {kind} is called {name!r}; {hint}valid: {', '.join(valid) or 'none'}"

@@ -1,0 +1,69 @@
+"""torch.compile for the repeated layers, one graph a shape, with a fall back to eager that the report shows.
+
+A layer is compiled once and reused for all of a stack: its parameters are graph inputs. Every (batch, length) is a
+static graph of its own; the language buckets keep their number small.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from somaspeed_patch.sites import Site
+
+log = logging.getLogger(__name__)
+
+MAX_SHAPES = 8  # dynamo's recompile_limit: the ninth graph of one function would run eagerly without a word
+
+
+class CompiledLayer:
+    """`eager(layer, hidden, ...)`, compiled; eager again, and said so, where compiling fails or shapes run out."""
+
+    def __init__(self, eager: Callable[..., Any], site: Site, backend: str = "inductor") -> None:
+        self.eager = eager
+        self.site = site
+        self.compiled = torch.compile(eager, dynamic=False, backend=backend)
+        self.shapes: set[Hashable] = set()
+        self.broken = False
+
+    def __call__(self, layer: nn.Module, hidden: Tensor, *rest: Any) -> Any:
+        """Run one layer; the shapes of hidden and of the other tensors choose the graph."""
+        if self.broken or not self._has_room(hidden, rest):
+            return self.eager(layer, hidden, *rest)
+        try:
+            result = self.compiled(layer, hidden, *rest)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler raises, the eager layer computes the same
+            self.broken = True
+            self.site.failed(error)
+            log.warning("pi05: compiling %s failed, it runs eagerly: %s", self.eager.__name__, error)
+            return self.eager(layer, hidden, *rest)
+        self.site.ran()
+        return result
+
+    def _has_room(self, hidden: Tensor, rest: tuple[Any, ...]) -> bool:
+        shapes = tuple(x.shape if isinstance(x, Tensor) else x for x in (hidden, *rest))
+        key = (shapes, hidden.dtype, torch.is_grad_enabled(), torch.is_autocast_enabled(hidden.device.type))
+        if key not in self.shapes and len(self.shapes) >= MAX_SHAPES:
+            self.site.declined(f"{self.eager.__name__} met more than {MAX_SHAPES} shapes; the others run eagerly")
+            return False
+        self.shapes.add(key)
+        return True
+
+
+def compile_vision(tower: nn.Module) -> None:
+    """Compile the encoder layers of a working copy of SigLIP in place, once."""
+    for layer in tower.vision_model.encoder.layers:
+        if layer._compiled_call_impl is None:
+            layer.compile(dynamic=False)
+
+
+def eager_vision(tower: nn.Module) -> None:
+    """Undo `compile_vision`."""
+    for layer in tower.vision_model.encoder.layers:
+        layer._compiled_call_impl = None

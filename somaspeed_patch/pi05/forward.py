@@ -1,0 +1,235 @@
+"""Hooks on PI05Pytorch: the split training forward where the PaliGemma side is frozen, the host's own otherwise."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from somaspeed_patch import features, sites
+from somaspeed_patch.pi05 import expert, frozen, hints, prefix
+from somaspeed_patch.pi05.compiled import CompiledLayer, compile_vision, eager_vision
+from somaspeed_patch.sites import Site
+
+log = logging.getLogger(__name__)
+
+HOST = "lerobot.policies.pi05.modeling_pi05"
+
+_failed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_layers: dict[str, CompiledLayer] = {}
+_host_layer: list[Any] = []  # the host's compute_layer_complete as it was when we patched
+
+
+def remember_host() -> None:
+    """Note the host functions that the split forward stands in for; a later patch of them must win."""
+    _host_layer[:] = [sys.modules[HOST].compute_layer_complete]
+
+
+def release() -> None:
+    """Drop copies, compiled layers and notes."""
+    frozen.release()
+    _failed.clear()
+    _layers.clear()
+
+
+def training_forward(wrapped: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """PI05Pytorch.forward: the element-wise loss [B, S, action], by the split forward or by the host's."""
+    if torch.compiler.is_compiling():  # inside a compiled region of the user's: trace the host's own code
+        return wrapped(*args, **kwargs)
+    site = sites.site("pi05/frozen_prefix", f"{HOST}:PI05Pytorch.forward")
+    why = refusal(model)
+    if why is not None:
+        site.declined(why)
+        return wrapped(*args, **kwargs)
+    try:
+        losses = split_forward(model, *args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # never break the host: it can still compute this step itself
+        _failed[model] = f"failed once and stays native: {type(error).__name__}: {error}"
+        site.failed(error)
+        log.exception("pi05: the split forward failed, this model stays native")
+        return wrapped(*args, **kwargs)
+    site.ran()
+    return losses
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why the host's forward has to run, or None."""
+    if not features.value("frozen_prefix"):
+        return "frozen_prefix is off"
+    if model in _failed:
+        return _failed[model]
+    if sys.modules[HOST].compute_layer_complete is not _host_layer[0]:
+        return "somebody replaced compute_layer_complete, which the split forward would not call"
+    joint = model.paligemma_with_expert
+    kv_heads = joint.paligemma.config.text_config.num_key_value_heads
+    if kv_heads != 1:
+        return f"needs one K/V head for all query heads, found {kv_heads}"
+    why = frozen.why_not_frozen(joint.paligemma)
+    return None if why is None else f"the PaliGemma side is not frozen: {why}"
+
+
+def split_forward(
+    model: nn.Module,
+    images: list[Tensor],
+    img_masks: list[Tensor],
+    tokens: Tensor,
+    masks: Tensor,
+    actions: Tensor,
+    noise: Tensor,
+    time: Tensor,
+) -> Tensor:
+    """The flow-matching loss [B, S, A] of PI05Pytorch.forward, with the prefix outside the gradient.
+
+    Args:
+        images, img_masks: [B, 3, height, width] and [B] bool a camera.
+        tokens, masks: [B, L].
+        actions, noise: [B, S, A].
+        time: [B] in (0, 1).
+    """
+    mix = time[:, None, None]
+    noisy = mix * noise + (1 - mix) * actions
+    with torch.no_grad():
+        context = _prefix(model, images, img_masks, tokens, masks)
+    hidden, _, _, cond = model.embed_suffix(noisy, time)
+    hidden = _expert(model, hidden, cond, context)
+    hidden = hidden[:, -model.config.chunk_size :].float()
+    velocity = model._apply_checkpoint(model.action_out_proj, hidden)
+    return F.mse_loss(noise - actions, velocity, reduction="none")
+
+
+def _prefix(
+    model: nn.Module, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
+) -> prefix.Prefix:
+    trunk = _trunk(model, tokens.device)
+    layout = prefix.plan(img_masks, masks, _image_tokens(trunk), bool(features.value("compact_tokens")))
+    _count_compaction(masks)
+    embeddings = _embed(trunk, images, tokens, layout, _compiling(model))
+    if _is_bf16(trunk):
+        embeddings = embeddings.to(torch.bfloat16)
+    return prefix.run(trunk, embeddings, layout, _layer_fn(model, prefix.prefix_layer), _attention())
+
+
+def _expert(model: nn.Module, hidden: Tensor, cond: Tensor, context: prefix.Prefix) -> Tensor:
+    joint = model.paligemma_with_expert
+    if _is_bf16(joint.paligemma.model):
+        hidden = hidden.to(torch.bfloat16)
+    return expert.run(
+        joint.gemma_expert.model,
+        hidden,
+        cond,
+        context,
+        rotary_emb=joint.paligemma.model.language_model.rotary_emb,
+        recompute=model.gradient_checkpointing_enabled and model.training and torch.is_grad_enabled(),
+        layer_fn=_layer_fn(model, expert.expert_layer),
+        attention=_attention(),
+    )
+
+
+def _trunk(model: nn.Module, device: torch.device) -> nn.Module:
+    """The frozen PaliGemmaModel to run: the host's, or a copy with its autocast weights cast once."""
+    host = model.paligemma_with_expert.paligemma.model
+    dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None
+    if dtype is None and not _compiling(model):
+        return host
+    if dtype is not None:
+        sites.site("pi05/cast_once", "weights of frozen Linear and Conv2d modules").ran()
+    return frozen.working_copy(host, dtype)
+
+
+def _embed(
+    trunk: nn.Module, images: list[Tensor], tokens: Tensor, layout: prefix.Layout, compiling: bool
+) -> Tensor:
+    if not compiling:
+        return prefix.embed(trunk, images, tokens, layout)
+    site = _compile_site()
+    if site.last_fallback is None:
+        compile_vision(trunk.vision_tower)
+    try:
+        return prefix.embed(trunk, images, tokens, layout)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler's; if it was something else, the eager call below raises it again
+        site.failed(error)
+        log.warning("pi05: compiling the vision tower failed, it runs eagerly: %s", error)
+        eager_vision(trunk.vision_tower)
+        return prefix.embed(trunk, images, tokens, layout)
+
+
+def _layer_fn(model: nn.Module, eager: Any) -> Any:
+    if not _compiling(model):
+        return eager
+    if eager.__name__ not in _layers:
+        _layers[eager.__name__] = CompiledLayer(eager, _compile_site())
+    return _layers[eager.__name__]
+
+
+def _compiling(model: nn.Module) -> bool:
+    """The feature, or the policy's own compile_model: the user asked for a compiled forward either way."""
+    return bool(features.value("compile") or model.config.compile_model)
+
+
+def _compile_site() -> Site:
+    return sites.site("pi05/compile", "layers of SigLIP, of the frozen Gemma and of the expert")
+
+
+def _attention() -> str | None:
+    return None if features.value("split_attention") else "reference"
+
+
+def _is_bf16(trunk: nn.Module) -> bool:
+    """The host's own test for casting both streams to bf16."""
+    return trunk.language_model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+
+
+def _image_tokens(trunk: nn.Module) -> int:
+    return int(trunk.vision_tower.vision_model.embeddings.num_patches)
+
+
+def _count_compaction(masks: Tensor) -> None:
+    site = sites.site("pi05/compact_tokens", f"{HOST}:PI05Pytorch.embed_prefix")
+    if not features.value("compact_tokens"):
+        site.declined("compact_tokens is off")
+    elif hints.of(masks) is None:
+        site.declined("the prompts' lengths are known to the device only; every language slot is computed")
+    else:
+        site.ran()
+
+
+def frozen_vision(wrapped: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """PI05Pytorch.embed_prefix while training with only the vision tower frozen: one no_grad call for all cameras."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # inference stays the host's
+        return wrapped(*args, **kwargs)
+    site = sites.site("pi05/frozen_vision", f"{HOST}:PI05Pytorch.embed_prefix")
+    tower = model.paligemma_with_expert.paligemma.model.vision_tower
+    why = frozen.why_not_frozen(tower) if features.value("frozen_vision") else "frozen_vision is off"
+    if why is not None:
+        site.declined(f"the vision tower is not frozen: {why}" if features.value("frozen_vision") else why)
+        return wrapped(*args, **kwargs)
+    result = _embed_with_frozen_vision(model, *args, **kwargs)
+    site.ran()
+    return result
+
+
+def _embed_with_frozen_vision(
+    model: nn.Module, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What embed_prefix returns: embeddings [B, N, W], pad mask and attention mask [B, N] bool."""
+    joint = model.paligemma_with_expert
+    tower, projector = joint.paligemma.model.vision_tower, joint.paligemma.model.multi_modal_projector
+    dtype = frozen.autocast_dtype(tokens.device) if features.value("cast_once") else None
+    if dtype is not None:
+        tower = frozen.working_copy(tower, dtype)
+    with torch.no_grad():
+        hidden = tower(torch.cat(images, dim=0).float()).last_hidden_state
+    features_CBTW = model._apply_checkpoint(projector, hidden).to(images[0].dtype).unflatten(0, (len(images), -1))
+    language = model._apply_checkpoint(joint.embed_language_tokens, tokens)
+    embeddings = torch.cat([features_CBTW.transpose(0, 1).flatten(1, 2), language], dim=1)
+    pad = prefix.pad_mask(img_masks, masks, features_CBTW.shape[2])
+    return embeddings, pad, torch.zeros_like(pad)

@@ -1,0 +1,89 @@
+"""Frozen modules: are they really frozen, and a working copy whose weights are cast once instead of at every call.
+
+Autocast casts the fp32 weight of a Linear or Conv to bf16 at every call; it caches the result only for weights that
+require grad. For pi0.5's fp32 vision tower that is 2.5 GB of traffic a camera and step. The copy shares every tensor
+with the host's module except those weights, so the state dict, the module tree and the optimizer never see it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d)
+
+
+class FrozenCopy:
+    """A copy of a frozen module for one autocast dtype, rebuilt when a weight of the original changes."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.versions = _versions(module)
+        self.module = copy.deepcopy(module, _shared(module, dtype))
+        self.module.requires_grad_(False)
+
+    def fits(self, module: nn.Module, dtype: torch.dtype | None) -> bool:
+        """Whether the copy still stands for `module` under autocast to `dtype`."""
+        return self.dtype == dtype and self.versions == _versions(module)
+
+
+_copies: WeakKeyDictionary[nn.Module, FrozenCopy] = WeakKeyDictionary()
+
+
+def working_copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The cached copy of `module` whose autocast weights are in `dtype` (None: share all of them)."""
+    found = _copies.get(module)
+    if found is None or not found.fits(module, dtype):
+        found = _copies[module] = FrozenCopy(module, dtype)
+    if found.module.training != module.training:
+        found.module.train(module.training)
+    return found.module
+
+
+def release() -> None:
+    """Drop every copy."""
+    _copies.clear()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast is casting to on `device` right now, or None."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def why_not_frozen(module: nn.Module) -> str | None:
+    """Why `module` cannot be run once without gradient, or None."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            return f"{name} trains"
+        if type(parameter) is not nn.Parameter:
+            return f"{name} is a {type(parameter).__name__}, not a plain parameter"
+    return next((why for why in map(_why_stateful, module.modules()) if why), None)
+
+
+def _why_stateful(module: nn.Module) -> str | None:
+    if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+        return "dropout is active in the frozen side"
+    if getattr(module, "_is_fsdp_managed_module", False):
+        return "the frozen side is managed by FSDP1"
+    return None
+
+
+def _versions(module: nn.Module) -> tuple[tuple[int, int, Any], ...]:
+    return tuple((p.data_ptr(), p._version, p.dtype) for p in module.parameters())
+
+
+def _shared(module: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:
+    """The memo for deepcopy: each parameter stands for itself, those that autocast casts for their cast copy."""
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    if dtype is None:
+        return memo
+    for child in module.modules():
+        if isinstance(child, _CAST_BY_AUTOCAST):
+            for parameter in child.parameters(recurse=False):
+                if parameter.dtype == torch.float32:
+                    memo[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+    return memo

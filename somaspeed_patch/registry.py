@@ -1,0 +1,107 @@
+"""The only place that writes into somebody else's module: apply a list of patches, and put everything back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One attribute of the host to replace."""
+
+    module: str
+    """Where the attribute is found."""
+    name: str
+    """Dotted name in the module."""
+    make: Callable[[Any], Any]
+    """`make(original)` is the replacement; what it raises leaves the whole adapter native."""
+    site: str | None = None
+    """The line of the report it belongs to, where several patches or a feature share one; default: `name`."""
+
+    @property
+    def target(self) -> str:
+        """`module:name`, as the report prints it."""
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: a wrapt proxy equals what it wraps
+class _Applied:
+    owner: str
+    parent: Any
+    attribute: str
+    before: Any  # the entry of vars(parent), _ABSENT where it was inherited
+    after: Any
+
+    @property
+    def place(self) -> str:
+        return f"{getattr(self.parent, '__name__', self.parent)}.{self.attribute}"
+
+
+_ledger: list[_Applied] = []
+
+
+def with_parameters(function: Any, expected: Sequence[str]) -> None:
+    """For `make`: refuse a host function whose parameters are not as this adapter knows them.
+
+    Raises: AttributeError: which makes the adapter leave this host native.
+    """
+    found = list(inspect.signature(function).parameters)
+    if found != list(expected):
+        name = getattr(function, "__qualname__", function)
+        raise AttributeError(f"{name} takes ({', '.join(found)}), expected ({', '.join(expected)})")
+
+
+def apply(owner: str, patches: Sequence[Patch]) -> None:
+    """Apply all of `patches` for `owner`, or none: the first failure undoes what this call had applied.
+
+    Raises: AttributeError, ImportError: a module or name does not exist in this version of the host.
+    """
+    mark = len(_ledger)
+    try:
+        for patch in patches:
+            parent, attribute, original = wrapt.resolve_path(patch.module, patch.name)
+            before, after = vars(parent).get(attribute, _ABSENT), patch.make(original)
+            setattr(parent, attribute, after)
+            _ledger.append(_Applied(owner, parent, attribute, before, after))
+    except BaseException:
+        _undo(_ledger[mark:])
+        raise
+
+
+def revert(owner: str | None = None) -> None:
+    """Undo everything applied for `owner` (None: for everybody), newest first.
+
+    Nothing is undone unless everything can be: a name that somebody patched after us is left alone, with all others.
+
+    Raises: RuntimeError: names the attributes that were patched again since.
+    """
+    mine = [done for done in _ledger if owner in (None, done.owner)]
+    foreign = [done.place for done in mine if not _on_top(done, mine)]
+    if foreign:
+        raise RuntimeError(
+            f"unpatch: {', '.join(foreign)} was patched again by someone else since; undo that first, then unpatch()"
+        )
+    _undo(mine)
+
+
+def _on_top(done: _Applied, mine: list[_Applied]) -> bool:
+    """Whether what lies at `done`'s place now is ours: `done` itself or a later entry of `mine`."""
+    now = vars(done.parent).get(done.attribute, _ABSENT)
+    same_place = [e for e in mine if e.parent is done.parent and e.attribute == done.attribute]
+    return now is same_place[-1].after
+
+
+def _undo(entries: list[_Applied]) -> None:
+    for done in reversed(entries):
+        if done.before is _ABSENT:
+            delattr(done.parent, done.attribute)
+        else:
+            setattr(done.parent, done.attribute, done.before)
+        _ledger.remove(done)

@@ -1,0 +1,60 @@
+"""Saves `somaspeed_report.json` in the output folder of a host's run, at its end or, if it dies, at exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from somaspeed_patch import patching, sites
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "somaspeed_report.json"
+
+_folder: list[Path] = []  # at most one: where the current run writes
+
+
+def validated(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """TrainPipelineConfig.validate: afterwards the run's output folder is known."""
+    result = wrapped(*args, **kwargs)
+    if config.output_dir is not None:
+        if not _folder:
+            atexit.register(save)
+        _folder[:] = [Path(config.output_dir)]
+    return result
+
+
+def ended(wrapped: Any, accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Accelerator.end_training: the run is over, its report complete."""
+    result = wrapped(*args, **kwargs)
+    if accelerator.is_main_process:
+        save()
+        for line in summary():
+            log.info("somaspeed: %s", line)
+    forget()
+    return result
+
+
+def save() -> None:
+    """Write the report into the run's folder, if it has one and this is rank 0."""
+    if _folder and _folder[0].is_dir() and os.environ.get("RANK", "0") == "0":
+        patching.snapshot().save(_folder[0] / FILE_NAME)
+
+
+def summary() -> list[str]:
+    """One line for each site that ran or fell back."""
+    return [
+        f"{site.site}: {site.calls} calls, {site.native_calls} native, {site.fallbacks} fallbacks"
+        + (f" ({site.last_fallback or site.reason})" if site.last_fallback or site.reason else "")
+        for site in patching.snapshot().sites
+        if site.calls or site.native_calls or site.fallbacks or site.status == sites.NATIVE
+    ]
+
+
+def forget() -> None:
+    """The run is over: nothing is saved at exit."""
+    _folder.clear()
+    atexit.unregister(save)
