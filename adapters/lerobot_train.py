@@ -1,8 +1,8 @@
 """LeRobot's trainer: keeps the report beside the run's outputs, whatever started the trainer.
 
-`TrainPipelineConfig.validate` is where the trainer settles its output folder, `Accelerator.end_training` is the last
-thing it does; both are class attributes, so console script, `-m` (where the trainer is `__main__`) and
-`accelerate launch` reach them alike.
+`TrainPipelineConfig.validate` is where the trainer settles its output folder, `Accelerator.end_training` is
+the last thing it does; both are class attributes, so console script, `-m` (where the trainer is `__main__`)
+and `accelerate launch` reach them alike.
 """
 
 from __future__ import annotations
@@ -27,9 +27,17 @@ def _hooked(hook: str) -> Any:
 
 PATCHES = [
     Patch(
-        module="lerobot.configs.train", name="TrainPipelineConfig.validate", make=_hooked("validated"), site="report"
+        module="lerobot.configs.train",
+        name="TrainPipelineConfig.validate",
+        make=_hooked("validated"),
+        site="report",
     ),
-    Patch(module="accelerate.accelerator", name="Accelerator.end_training", make=_hooked("ended"), site="report_end"),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator.end_training",
+        make=_hooked("ended"),
+        site="report_end",
+    ),
 ]
 
 

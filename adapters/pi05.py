@@ -31,7 +31,7 @@ FEATURES = [
     ),
     Feature(
         name="split_attention",
-        changes="attention over frozen and trainable K/V as two streams in a Triton kernel; off: plain PyTorch",
+        changes="attend to frozen and trainable K/V as two streams in a Triton kernel; off: plain PyTorch",
         exact=True,
         default=True,
     ),
@@ -94,13 +94,26 @@ PATCHES = [
     Patch(module=_MODEL, name="PI05Pytorch.forward", make=_forward, site="frozen_prefix"),
     Patch(module=_MODEL, name="PI05Pytorch.embed_prefix", make=_embed_prefix, site="frozen_vision"),
     Patch(module=_MODEL, name="PI05Policy.forward", make=_bypassing, site="host_compile"),
-    Patch(module=_MODEL, name="PI05Policy._preprocess_images", make=_hinting("preprocess_images"), site="cameras"),
+    Patch(
+        module=_MODEL,
+        name="PI05Policy._preprocess_images",
+        make=_hinting("preprocess_images"),
+        site="cameras",
+    ),
     *(
-        Patch(module=_TOKENIZER, name=f"TokenizerProcessorStep.{method}", make=_hinting(hook), site="prompt_lengths")
+        Patch(
+            module=_TOKENIZER,
+            name=f"TokenizerProcessorStep.{method}",
+            make=_hinting(hook),
+            site="prompt_lengths",
+        )
         for method, hook in (("observation", "tokenizer_observation"), ("_tokenize_text", "tokenize_text"))
     ),
     Patch(
-        module=_DEVICE, name="DeviceProcessorStep._process_tensor", make=_hinting("to_device"), site="mask_moves"
+        module=_DEVICE,
+        name="DeviceProcessorStep._process_tensor",
+        make=_hinting("to_device"),
+        site="mask_moves",
     ),
 ]
 

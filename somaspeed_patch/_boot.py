@@ -1,7 +1,7 @@
 """Imported by somaspeed_patch.pth at the start of an interpreter whose environment holds SOMASPEED.
 
-`SOMASPEED=1` means `patch()`; what `patch()` itself exports to its children is JSON; `SOMASPEED=0` is off. A child
-must start whatever happens here, so every problem becomes one warning.
+`SOMASPEED=1` means `patch()`; what `patch()` itself exports to its children is JSON; `SOMASPEED=0` is off.
+A child must start whatever happens here, so every problem becomes one warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def boot(text: str) -> None:
             wanted = json.loads(text)
             patch(*wanted["targets"], **wanted["features"])
     except (ValueError, KeyError, TypeError) as error:
-        log.warning("%s=%s: %s; this process stays native. Use %s=1, or 0.", ENVIRONMENT, text, error, ENVIRONMENT)
+        log.warning(
+            "%s=%s: %s; this process stays native. Use %s=1, or 0.", ENVIRONMENT, text, error, ENVIRONMENT
+        )
 
 
 boot(os.environ.get(ENVIRONMENT, ""))

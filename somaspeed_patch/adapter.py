@@ -5,7 +5,7 @@ An adapter module holds
     PATCHES    the `Patch`es to apply
     FEATURES   the `Feature`s it reads (optional)
     DEFAULT    False where `patch()` without targets leaves it out (optional)
-    refresh    called before a report is made, to bring counts that are kept elsewhere into its sites (optional)
+    refresh    called before a report is made, to bring in counts that are kept elsewhere (optional)
     release    called by `unpatch()` to drop what the hooks cached (optional)
 and imports neither its host nor torch: it is loaded at the start of every child interpreter.
 """

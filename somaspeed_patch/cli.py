@@ -40,13 +40,17 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="somaspeed", description="Faster VLA training for the recipe you have.")
+    parser = argparse.ArgumentParser(
+        prog="somaspeed", description="Faster VLA training for the recipe you have."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help=_RUN_HELP, usage="somaspeed run [flags] -- COMMAND [ARGS]")
     _add_patch_flags(run)
     run.set_defaults(command=_run)
-    shown = commands.add_parser("report", help="what patch() does with the hosts installed here, or a saved report")
+    shown = commands.add_parser(
+        "report", help="what patch() does with the hosts installed here, or a saved report"
+    )
     shown.add_argument("file", nargs="?", help="a somaspeed_report.json to print instead")
     shown.add_argument("--json", action="store_true", help="print JSON")
     _add_patch_flags(shown)
@@ -58,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_patch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", action="append", default=[], help="an adapter; repeatable; default: all that fit")
+    parser.add_argument(
+        "--target", action="append", default=[], help="an adapter; repeatable; default: all that fit"
+    )
     for adapter in adapters().values():
         for feature in adapter.features:
             flag = "--" + feature.name.replace("_", "-")
@@ -103,7 +109,9 @@ def _features(_: argparse.Namespace) -> int:
     table = Table("feature", "adapter", "changes", "exact", "default")
     for adapter in adapters().values():
         for feature in adapter.features:
-            table.add_row(feature.name, adapter.name, feature.changes, _exactness(feature), str(feature.default))
+            table.add_row(
+                feature.name, adapter.name, feature.changes, _exactness(feature), str(feature.default)
+            )
     Console().print(table)
     return 0
 

@@ -1,7 +1,7 @@
 """What can be switched: each adapter declares its features as data, `patch()` sets them, hooks read them.
 
-A feature's value is read at call time, never captured, so `patch(compile=True)` after `patch()` takes effect at
-the next step. All features are on one flat namespace; two adapters may not declare the same name.
+A feature's value is read at call time, never captured, so `patch(compile=True)` after `patch()` takes
+effect at the next step. All features are on one flat namespace; two adapters may not declare the same name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Feature:
 
     def __post_init__(self) -> None:
         if not self.exact and self.default not in (False, None):
-            raise ValueError(f"feature {self.name}: changes numbers, so its default must be off, not {self.default!r}")
+            raise ValueError(
+                f"feature {self.name}: changes numbers, so its default must be off, not {self.default!r}"
+            )
 
 
 _values: dict[str, Value] = {}

@@ -1,6 +1,7 @@
 """Run the host's own program in this process, as if it had been started without us.
 
-`sys.argv`, `sys.path[0]`, `__main__`, the exit code, signals and the streams are the host's; only the patches differ.
+`sys.argv`, `sys.path[0]`, `__main__`, the exit code, signals and the streams are the host's; only the
+patches differ.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def host_program(command: Sequence[str]) -> Callable[[], Any]:
     """What runs `command` to its end in this process and returns what its main function returned.
 
     Args:
-        command: a console script and its arguments, or `-m`, a module and its arguments, or a script's path and its
-            arguments; a leading `python` is skipped.
+        command: a console script and its arguments, or `-m`, a module and its arguments, or a script's
+            path and its arguments; a leading `python` is skipped.
 
     Raises: ValueError: the command names nothing that can be run.
     """
@@ -29,7 +30,9 @@ def host_program(command: Sequence[str]) -> Callable[[], Any]:
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]
     if not words:
-        raise ValueError("run: expected a command after --, for example: -- lerobot-train --policy.type=pi05 ...")
+        raise ValueError(
+            "run: expected a command after --, for example: -- lerobot-train --policy.type=pi05 ..."
+        )
     if words[0] == "-m":
         if len(words) < 2:
             raise ValueError("run: expected a module after -m")

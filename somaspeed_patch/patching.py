@@ -31,14 +31,15 @@ def patch(*targets: str, **settings: Any) -> sites.Report:
     """Switch adapters on; the hosts that are imported already are patched now, the others at their import.
 
     Args:
-        targets: adapter names. None means every default adapter whose host fits; what does not fit is left native
-            and said so in the report. A target named explicitly must fit.
+        targets: adapter names. None means every default adapter whose host fits; what does not fit is left
+            native and said so in the report. A target named explicitly must fit.
         settings: feature values by name, see `somaspeed features`; they apply from the next training step on.
 
     Returns: the report after patching.
 
     Raises:
-        ValueError: an unknown target or feature, a value of the wrong kind, or a named target whose host does not fit.
+        ValueError: an unknown target or feature, a value of the wrong kind, or a named target whose host
+            does not fit.
     """
     chosen = _choose(targets)
     _check_settings(settings, chosen)
@@ -126,7 +127,9 @@ def _choose(targets: tuple[str, ...]) -> list[Adapter]:
     for adapter in chosen:
         why = adapter.misfit()
         if why:
-            raise ValueError(f'{adapter.name}: {why}; patch() leaves it native, patch("{adapter.name}") stops here')
+            raise ValueError(
+                f'{adapter.name}: {why}; patch() leaves it native, patch("{adapter.name}") stops here'
+            )
     return chosen
 
 
@@ -142,14 +145,21 @@ def _check_settings(settings: Mapping[str, Any], chosen: list[Adapter]) -> None:
     for name in settings:
         if name not in reachable:
             owner = next(a.name for a in adapters().values() if name in {f.name for f in a.features})
-            raise ValueError(f'patch: feature {name} belongs to "{owner}"; name it as a target too: patch("{owner}", ...)')
+            raise ValueError(
+                f'patch: feature {name} belongs to "{owner}"; name it as a target too: patch("{owner}", ...)'
+            )
 
 
 def _activate(adapter: Adapter, explicit: bool) -> None:
     why = adapter.misfit()
     if why:
         _mark(adapter, sites.NATIVE, why)
-        log.log(logging.INFO if adapter.host_missing() else logging.WARNING, "%s: %s; left native", adapter.name, why)
+        log.log(
+            logging.INFO if adapter.host_missing() else logging.WARNING,
+            "%s: %s; left native",
+            adapter.name,
+            why,
+        )
         return
     _active[adapter.name] = adapter
     for module in adapter.modules:

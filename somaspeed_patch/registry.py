@@ -1,4 +1,4 @@
-"""The only place that writes into somebody else's module: apply a list of patches, and put everything back."""
+"""The only place that writes into somebody else's module: apply patches, and put everything back."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def apply(owner: str, patches: Sequence[Patch]) -> None:
 def revert(owner: str | None = None) -> None:
     """Undo everything applied for `owner` (None: for everybody), newest first.
 
-    Nothing is undone unless everything can be: a name that somebody patched after us is left alone, with all others.
+    Nothing is undone unless everything can be: a name that somebody patched after us is left alone, with
+    all others.
 
     Raises: RuntimeError: names the attributes that were patched again since.
     """
@@ -86,7 +87,8 @@ def revert(owner: str | None = None) -> None:
     foreign = [done.place for done in mine if not _on_top(done, mine)]
     if foreign:
         raise RuntimeError(
-            f"unpatch: {', '.join(foreign)} was patched again by someone else since; undo that first, then unpatch()"
+            f"unpatch: {', '.join(foreign)} was patched again by someone else since; "
+            "undo that first, then unpatch()"
         )
     _undo(mine)
 

@@ -1,8 +1,8 @@
 """What was patched, what ran, and why not: one `Site` for each place that can run our code or the host's.
 
-A site's `status` says what was arranged (`patched`, `native`, `waiting` for an import). Its counters say what
-happened: `calls` through our code, `native_calls` that took the host's path for `reason`, `fallbacks` that started
-on our path, failed, and were redone by the host.
+A site's `status` says what was arranged (`patched`, `native`, `waiting` for an import). Its counters say
+what happened: `calls` through our code, `native_calls` that took the host's path for `reason`, `fallbacks`
+that started on our path, failed, and were redone by the host.
 """
 
 from __future__ import annotations

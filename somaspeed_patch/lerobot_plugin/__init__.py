@@ -1,6 +1,7 @@
-"""LeRobot's plugin discovery: `lerobot-train --somaspeed.discover_packages_path=somaspeed_patch.lerobot_plugin ...`.
+"""LeRobot's plugin discovery: `--somaspeed.discover_packages_path=somaspeed_patch.lerobot_plugin`.
 
-LeRobot imports the named package, and all its submodules, before it parses the policy. `SOMASPEED=0` switches it off.
+LeRobot imports the named package, and all its submodules, before it parses the policy. `SOMASPEED=0`
+switches it off.
 """
 
 import os

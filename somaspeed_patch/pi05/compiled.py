@@ -1,7 +1,7 @@
 """torch.compile for the repeated layers, one graph a shape, with a fall back to eager that the report shows.
 
-A layer is compiled once and reused for all of a stack: its parameters are graph inputs. Every (batch, length) is a
-static graph of its own; the language buckets keep their number small.
+A layer is compiled once and reused for all of a stack: its parameters are graph inputs. Every (batch,
+length) is a static graph of its own; the language buckets keep their number small.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from somaspeed_patch.sites import Site
 
@@ -21,7 +21,7 @@ MAX_SHAPES = 8  # dynamo's recompile_limit: the ninth graph of one function woul
 
 
 class CompiledLayer:
-    """`eager(layer, hidden, ...)`, compiled; eager again, and said so, where compiling fails or shapes run out."""
+    """`eager(layer, hidden, ...)` compiled; eager again, and said so, where that fails or shapes run out."""
 
     def __init__(self, eager: Callable[..., Any], site: Site, backend: str = "inductor") -> None:
         self.eager = eager
@@ -30,7 +30,7 @@ class CompiledLayer:
         self.shapes: set[Hashable] = set()
         self.broken = False
 
-    def __call__(self, layer: nn.Module, hidden: Tensor, *rest: Any) -> Any:
+    def __call__(self, layer: Any, hidden: Tensor, *rest: Any) -> Any:
         """Run one layer; the shapes of hidden and of the other tensors choose the graph."""
         if self.broken or not self._has_room(hidden, rest):
             return self.eager(layer, hidden, *rest)
@@ -50,20 +50,22 @@ class CompiledLayer:
         shapes = tuple(x.shape if isinstance(x, Tensor) else x for x in (hidden, *rest))
         key = (shapes, hidden.dtype, torch.is_grad_enabled(), torch.is_autocast_enabled(hidden.device.type))
         if key not in self.shapes and len(self.shapes) >= MAX_SHAPES:
-            self.site.declined(f"{self.eager.__name__} met more than {MAX_SHAPES} shapes; the others run eagerly")
+            self.site.declined(
+                f"{self.eager.__name__} met more than {MAX_SHAPES} shapes; the others run eagerly"
+            )
             return False
         self.shapes.add(key)
         return True
 
 
-def compile_vision(tower: nn.Module) -> None:
+def compile_vision(tower: Any) -> None:
     """Compile the encoder layers of a working copy of SigLIP in place, once."""
     for layer in tower.vision_model.encoder.layers:
         if layer._compiled_call_impl is None:
             layer.compile(dynamic=False)
 
 
-def eager_vision(tower: nn.Module) -> None:
+def eager_vision(tower: Any) -> None:
     """Undo `compile_vision`."""
     for layer in tower.vision_model.encoder.layers:
         layer._compiled_call_impl = None

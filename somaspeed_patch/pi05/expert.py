@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from somaspeed_patch.kernels.split_attention import split_attention
@@ -14,12 +14,12 @@ from somaspeed_patch.pi05.prefix import Prefix, fold, heads, mlp_input, projecti
 
 
 def run(
-    expert: nn.Module,
+    expert: Any,
     hidden: Tensor,
     cond: Tensor,
     prefix: Prefix,
     *,
-    rotary_emb: nn.Module,
+    rotary_emb: Any,
     recompute: bool,
     layer_fn: Callable[..., Any] | None = None,
     attention: str | None = None,
@@ -47,7 +47,7 @@ def run(
 
 
 def expert_layer(
-    layer: nn.Module,
+    layer: Any,
     hidden: Tensor,
     cond: Tensor,
     cos: Tensor,

@@ -1,4 +1,4 @@
-"""Hooks on PI05Pytorch: the split training forward where the PaliGemma side is frozen, the host's own otherwise."""
+"""Hooks on PI05Pytorch: the split training forward where PaliGemma is frozen, the host's own otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def release() -> None:
     _layers.clear()
 
 
-def training_forward(wrapped: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def training_forward(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """PI05Pytorch.forward: the element-wise loss [B, S, action], by the split forward or by the host's."""
     if torch.compiler.is_compiling():  # inside a compiled region of the user's: trace the host's own code
         return wrapped(*args, **kwargs)
@@ -59,7 +59,7 @@ def training_forward(wrapped: Any, model: nn.Module, args: tuple[Any, ...], kwar
     return losses
 
 
-def refusal(model: nn.Module) -> str | None:
+def refusal(model: Any) -> str | None:
     """Why the host's forward has to run, or None."""
     if not features.value("frozen_prefix"):
         return "frozen_prefix is off"
@@ -71,12 +71,12 @@ def refusal(model: nn.Module) -> str | None:
     kv_heads = joint.paligemma.config.text_config.num_key_value_heads
     if kv_heads != 1:
         return f"needs one K/V head for all query heads, found {kv_heads}"
-    why = frozen.why_not_frozen(joint.paligemma)
+    why = frozen.why_not_frozen(joint.paligemma.model)  # not its lm_head, which no training step computes
     return None if why is None else f"the PaliGemma side is not frozen: {why}"
 
 
 def split_forward(
-    model: nn.Module,
+    model: Any,
     images: list[Tensor],
     img_masks: list[Tensor],
     tokens: Tensor,
@@ -105,7 +105,7 @@ def split_forward(
 
 
 def _prefix(
-    model: nn.Module, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
+    model: Any, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
 ) -> prefix.Prefix:
     trunk = _trunk(model, tokens.device)
     layout = prefix.plan(img_masks, masks, _image_tokens(trunk), bool(features.value("compact_tokens")))
@@ -116,7 +116,7 @@ def _prefix(
     return prefix.run(trunk, embeddings, layout, _layer_fn(model, prefix.prefix_layer), _attention())
 
 
-def _expert(model: nn.Module, hidden: Tensor, cond: Tensor, context: prefix.Prefix) -> Tensor:
+def _expert(model: Any, hidden: Tensor, cond: Tensor, context: prefix.Prefix) -> Tensor:
     joint = model.paligemma_with_expert
     if _is_bf16(joint.paligemma.model):
         hidden = hidden.to(torch.bfloat16)
@@ -132,7 +132,7 @@ def _expert(model: nn.Module, hidden: Tensor, cond: Tensor, context: prefix.Pref
     )
 
 
-def _trunk(model: nn.Module, device: torch.device) -> nn.Module:
+def _trunk(model: Any, device: torch.device) -> Any:
     """The frozen PaliGemmaModel to run: the host's, or a copy with its autocast weights cast once."""
     host = model.paligemma_with_expert.paligemma.model
     dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None
@@ -144,7 +144,7 @@ def _trunk(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _embed(
-    trunk: nn.Module, images: list[Tensor], tokens: Tensor, layout: prefix.Layout, compiling: bool
+    trunk: Any, images: list[Tensor], tokens: Tensor, layout: prefix.Layout, compiling: bool
 ) -> Tensor:
     if not compiling:
         return prefix.embed(trunk, images, tokens, layout)
@@ -155,14 +155,16 @@ def _embed(
         return prefix.embed(trunk, images, tokens, layout)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # the compiler's; if it was something else, the eager call below raises it again
+    except (
+        Exception
+    ) as error:  # the compiler's; if it was something else, the eager call below raises it again
         site.failed(error)
         log.warning("pi05: compiling the vision tower failed, it runs eagerly: %s", error)
         eager_vision(trunk.vision_tower)
         return prefix.embed(trunk, images, tokens, layout)
 
 
-def _layer_fn(model: nn.Module, eager: Any) -> Any:
+def _layer_fn(model: Any, eager: Any) -> Any:
     if not _compiling(model):
         return eager
     if eager.__name__ not in _layers:
@@ -170,7 +172,7 @@ def _layer_fn(model: nn.Module, eager: Any) -> Any:
     return _layers[eager.__name__]
 
 
-def _compiling(model: nn.Module) -> bool:
+def _compiling(model: Any) -> bool:
     """The feature, or the policy's own compile_model: the user asked for a compiled forward either way."""
     return bool(features.value("compile") or model.config.compile_model)
 
@@ -183,12 +185,12 @@ def _attention() -> str | None:
     return None if features.value("split_attention") else "reference"
 
 
-def _is_bf16(trunk: nn.Module) -> bool:
+def _is_bf16(trunk: Any) -> bool:
     """The host's own test for casting both streams to bf16."""
     return trunk.language_model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
 
 
-def _image_tokens(trunk: nn.Module) -> int:
+def _image_tokens(trunk: Any) -> int:
     return int(trunk.vision_tower.vision_model.embeddings.num_patches)
 
 
@@ -202,8 +204,8 @@ def _count_compaction(masks: Tensor) -> None:
         site.ran()
 
 
-def frozen_vision(wrapped: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PI05Pytorch.embed_prefix while training with only the vision tower frozen: one no_grad call for all cameras."""
+def frozen_vision(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """PI05Pytorch.embed_prefix in training, vision tower frozen: one no_grad call for all cameras."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # inference stays the host's
         return wrapped(*args, **kwargs)
     site = sites.site("pi05/frozen_vision", f"{HOST}:PI05Pytorch.embed_prefix")
@@ -218,7 +220,7 @@ def frozen_vision(wrapped: Any, model: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def _embed_with_frozen_vision(
-    model: nn.Module, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
+    model: Any, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What embed_prefix returns: embeddings [B, N, W], pad mask and attention mask [B, N] bool."""
     joint = model.paligemma_with_expert
@@ -228,7 +230,9 @@ def _embed_with_frozen_vision(
         tower = frozen.working_copy(tower, dtype)
     with torch.no_grad():
         hidden = tower(torch.cat(images, dim=0).float()).last_hidden_state
-    features_CBTW = model._apply_checkpoint(projector, hidden).to(images[0].dtype).unflatten(0, (len(images), -1))
+    features_CBTW = (
+        model._apply_checkpoint(projector, hidden).to(images[0].dtype).unflatten(0, (len(images), -1))
+    )
     language = model._apply_checkpoint(joint.embed_language_tokens, tokens)
     embeddings = torch.cat([features_CBTW.transpose(0, 1).flatten(1, 2), language], dim=1)
     pad = prefix.pad_mask(img_masks, masks, features_CBTW.shape[2])

@@ -1,8 +1,9 @@
-"""Frozen modules: are they really frozen, and a working copy whose weights are cast once instead of at every call.
+"""Frozen modules: are they really frozen, and a working copy whose weights are cast once.
 
-Autocast casts the fp32 weight of a Linear or Conv to bf16 at every call; it caches the result only for weights that
-require grad. For pi0.5's fp32 vision tower that is 2.5 GB of traffic a camera and step. The copy shares every tensor
-with the host's module except those weights, so the state dict, the module tree and the optimizer never see it.
+Autocast casts the fp32 weight of a Linear or Conv to bf16 at every call; it caches the result only for
+weights that require grad. For pi0.5's fp32 vision tower that is 2.5 GB of traffic a camera and step. The
+copy shares every tensor with the host's module except those weights, so the state dict, the module tree and
+the optimizer never see it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FrozenCopy:
 _copies: WeakKeyDictionary[nn.Module, FrozenCopy] = WeakKeyDictionary()
 
 
-def working_copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def working_copy(module: nn.Module, dtype: torch.dtype | None) -> Any:
     """The cached copy of `module` whose autocast weights are in `dtype` (None: share all of them)."""
     found = _copies.get(module)
     if found is None or not found.fits(module, dtype):
@@ -77,7 +78,7 @@ def _versions(module: nn.Module) -> tuple[tuple[int, int, Any], ...]:
 
 
 def _shared(module: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:
-    """The memo for deepcopy: each parameter stands for itself, those that autocast casts for their cast copy."""
+    """The memo for deepcopy: a parameter stands for itself, one that autocast casts for its cast copy."""
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     if dtype is None:
         return memo

@@ -1,4 +1,4 @@
-"""Hooks that carry what the CPU knows about masks to where they are used; see hints.py. They change no value."""
+"""Hooks that carry what the CPU knows about masks to where they are used (hints.py); no value changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LANGUAGE_MASK = "observation.language.attention_mask"
 
 
 def preprocess_images(wrapped: Any, policy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PI05Policy._preprocess_images: cameras in the batch come first, with all-ones masks, then the absent ones."""
+    """PI05Policy._preprocess_images: cameras in the batch come first, masks all ones, then absent ones."""
     images, img_masks = wrapped(*args, **kwargs)
     batch = args[0] if args else kwargs["batch"]
     present = sum(key in batch for key in policy.config.image_features)
@@ -23,7 +23,7 @@ def preprocess_images(wrapped: Any, policy: Any, args: tuple[Any, ...], kwargs: 
 
 
 def tokenizer_observation(wrapped: Any, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """TokenizerProcessorStep.observation: the mask it returns, wherever it lies, gets the CPU mask's lengths."""
+    """TokenizerProcessorStep.observation: the mask it returns gets the CPU mask's lengths."""
     with hints.recording() as masks:
         observation = wrapped(*args, **kwargs)
     mask = observation.get(_LANGUAGE_MASK)

@@ -1,7 +1,8 @@
 """What the host knew on the CPU about a mask, carried along on the tensor so that no device sync is needed.
 
-LeRobot tokenises on the CPU and then moves the mask to the GPU. How long the longest prompt is decides how many
-language slots the prefix computes; reading that back from the GPU would be a sync that the native step does not have.
+LeRobot tokenises on the CPU and then moves the mask to the GPU. How long the longest prompt is decides how
+many language slots the prefix computes; reading that back from the GPU would be a sync that the native step
+does not have.
 """
 
 from __future__ import annotations

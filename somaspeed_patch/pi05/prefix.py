@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from somaspeed_patch.kernels.split_attention import split_attention
 from somaspeed_patch.pi05 import hints
 
-BUCKETS = (64, 96, 128)  # language slots; LIBERO prompts take about 60, and few lengths mean few compiled graphs
+# Language slots: LIBERO prompts take about 60, and few lengths mean few compiled graphs.
+BUCKETS = (64, 96, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Layout:
     mask: Tensor | None
     """[B, N] bool, before any reordering."""
     order: Tensor | None
-    """[B, N] int64, the permutation that brings valid tokens to the front; None: they are in front already."""
+    """[B, N] int64, the permutation that brings valid tokens to the front; None: they are there already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,9 @@ def plan(img_masks: list[Tensor], masks: Tensor, image_tokens: int, compact: boo
         return Layout(cameras=cameras, slots=kept.shape[1], length=length, mask=None, order=None)
     pad = pad_mask([img_masks[i] for i in cameras], kept, image_tokens)
     order = torch.argsort((~pad).to(torch.uint8), dim=1, stable=True)
-    return Layout(cameras=cameras, slots=kept.shape[1], length=pad.sum(1).to(torch.int32), mask=None, order=order)
+    return Layout(
+        cameras=cameras, slots=kept.shape[1], length=pad.sum(1).to(torch.int32), mask=None, order=order
+    )
 
 
 def _all_valid(mask: Tensor) -> bool:
@@ -91,7 +94,7 @@ def pad_mask(img_masks: list[Tensor], masks: Tensor, image_tokens: int) -> Tenso
     return torch.cat([*cameras, masks], dim=1)
 
 
-def embed(trunk: nn.Module, images: list[Tensor], tokens: Tensor, layout: Layout) -> Tensor:
+def embed(trunk: Any, images: list[Tensor], tokens: Tensor, layout: Layout) -> Tensor:
     """The kept tokens' embeddings [B, N, W], all cameras in one vision call.
 
     Args:
@@ -121,7 +124,7 @@ def _order(embeddings: Tensor, order: Tensor | None) -> Tensor:
 
 
 def run(
-    trunk: nn.Module,
+    trunk: Any,
     embeddings: Tensor,
     layout: Layout,
     layer_fn: Callable[..., Any] | None = None,
@@ -164,7 +167,7 @@ def _offset(layout: Layout) -> Tensor:
 
 
 def prefix_layer(
-    layer: nn.Module,
+    layer: Any,
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -184,7 +187,7 @@ def prefix_layer(
     return hidden + layer.mlp(mlp_input(layer, normed)), key, value
 
 
-def _keys_values(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _keys_values(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The normed hidden state [B, N, W] with its K and V [B, 1, N, D]."""
     attention = layer.self_attn
     normed, _ = layer.input_layernorm(hidden)
@@ -193,7 +196,7 @@ def _keys_values(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> 
     return normed, key.transpose(1, 2), value.transpose(1, 2)
 
 
-def projection_dtype(layer: nn.Module) -> torch.dtype:
+def projection_dtype(layer: Any) -> torch.dtype:
     """The dtype q, k and v come out in: autocast's, or the weights'."""
     weight = layer.self_attn.q_proj.weight
     if torch.is_autocast_enabled(weight.device.type):
@@ -207,7 +210,7 @@ def heads(projected: Tensor, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of x [B, N, H, D] by cos, sin [1 or B, N, D], in the order of operations of transformers' Gemma."""
+    """RoPE of x [B, N, H, D] by cos, sin [1 or B, N, D], operation by operation as transformers' Gemma."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos[:, :, None] + turned * sin[:, :, None]
@@ -223,6 +226,6 @@ def unfold(mixed: Tensor, query: Tensor) -> Tensor:
     return mixed[:, 0].unflatten(1, (query.shape[1], query.shape[2])).flatten(2)
 
 
-def mlp_input(layer: nn.Module, normed: Tensor) -> Tensor:
+def mlp_input(layer: Any, normed: Tensor) -> Tensor:
     """The norm's output as the host hands it to the MLP: bf16 where the MLP's weights are."""
     return normed.to(torch.bfloat16) if layer.mlp.up_proj.weight.dtype == torch.bfloat16 else normed

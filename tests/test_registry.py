@@ -1,0 +1,103 @@
+"""apply and revert on every kind of target, all or none, and never over somebody else's patch."""
+
+import sys
+import types
+
+import pytest
+
+from somaspeed_patch import registry
+from somaspeed_patch.registry import Patch
+
+HOST = """
+class Base:
+    def step(self): return "base"
+class Sub(Base):
+    @staticmethod
+    def plain(x): return x
+    @classmethod
+    def named(cls, x): return (cls.__name__, x)
+    class Inner:
+        def f(self): return 1
+def fn(a, b): return a + b
+"""
+TARGETS = ["fn", "Sub.step", "Sub.plain", "Sub.named", "Sub.Inner.f", "Base.step"]
+
+
+@pytest.fixture
+def host(monkeypatch):
+    module = types.ModuleType("somaspeed_host_for_tests")
+    exec(HOST, module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield module
+    registry._ledger.clear()
+
+
+def patch_of(name, make=lambda original: staticmethod(lambda *args: "patched")):
+    return Patch(module="somaspeed_host_for_tests", name=name, make=make)
+
+
+def snapshot(module):
+    return {kind: dict(vars(kind)) for kind in (module.Base, module.Sub, module.Sub.Inner)} | {
+        "fn": module.fn
+    }
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_round_trip_leaves_no_trace(host, name):
+    before = snapshot(host)
+    registry.apply("a", [patch_of(name)])
+    assert snapshot(host) != before
+    registry.revert("a")
+    assert snapshot(host) == before
+
+
+def test_an_inherited_method_is_shadowed_and_then_inherited_again(host):
+    registry.apply("a", [patch_of("Sub.step", lambda original: lambda self: original(self) + "!")])
+    assert (host.Sub().step(), host.Base().step()) == ("base!", "base")
+    registry.revert("a")
+    assert "step" not in vars(host.Sub)
+
+
+def test_the_first_failure_undoes_the_others(host):
+    before = snapshot(host)
+    with pytest.raises(AttributeError):
+        registry.apply("a", [patch_of("fn"), patch_of("gone")])
+    assert snapshot(host) == before
+    assert registry._ledger == []
+
+
+def test_a_make_that_raises_undoes_the_others(host):
+    def refuse(original):
+        registry.with_parameters(original, ["a", "c"])
+
+    before = snapshot(host)
+    with pytest.raises(AttributeError, match=r"fn takes \(a, b\), expected \(a, c\)"):
+        registry.apply("a", [patch_of("Sub.plain"), patch_of("fn", refuse)])
+    assert snapshot(host) == before
+
+
+def test_somebody_elses_patch_stops_the_whole_revert(host):
+    registry.apply("a", [patch_of("fn"), patch_of("Base.step")])
+    patched_step = vars(host.Base)["step"]
+    host.fn = lambda: 3
+    with pytest.raises(RuntimeError, match=r"somaspeed_host_for_tests\.fn was patched again"):
+        registry.revert("a")
+    assert host.fn() == 3
+    assert vars(host.Base)["step"] is patched_step  # nothing was half undone
+
+
+def test_one_owner_is_reverted_without_the_other(host):
+    registry.apply("a", [patch_of("fn")])
+    registry.apply("b", [patch_of("Base.step")])
+    fn, step = host.fn, vars(host.Base)["step"]
+    registry.revert("a")
+    assert host.fn is not fn
+    assert vars(host.Base)["step"] is step
+
+
+def test_two_patches_of_one_name_by_one_owner_come_off_together(host):
+    before = snapshot(host)
+    registry.apply("a", [patch_of("fn"), patch_of("fn", lambda original: lambda: ("twice", original()))])
+    assert host.fn() == ("twice", "patched")
+    registry.revert("a")
+    assert snapshot(host) == before
