@@ -7,8 +7,9 @@ key/value head. "suffix" trains q, k_b and v_b over a frozen prefix; "prefix" is
 forward only, its output in the layout that o_proj reads.
 Method: errors against the fp64 reference come first, and an arm that is off by more than twice what SDPA is
 gets no time. Then the arms run in ABBA order; medians and p20/p80 by triton.testing.do_bench, which clears
-the L2 cache and counts host time where the host is the slower one. TF/s count the necessary FLOPs, whatever
-an arm does.
+the L2 cache. Each arm is timed twice: `device`, its kernels alone, replayed from a CUDA graph; and `eager`, as
+called from Python, where the host is the slower one at small B. TF/s and ratios are the device's, and count the
+necessary FLOPs, whatever an arm does.
 --sweep also times tile sizes around the table's, some 2 minutes; --tiny tries the script on a CPU (it needs
 TRITON_INTERPRET=1), and its figures mean nothing.
 """
@@ -81,7 +82,7 @@ class Data:
 
 @dataclass(kw_only=True)
 class Row:
-    """One arm's figures in one case; times in ms, over both rounds."""
+    """One arm's figures in one case; times in ms, over both rounds, of the kernels alone or eager."""
 
     case: str
     B: int
@@ -94,6 +95,8 @@ class Row:
     p80_ms: float | None = None
     tflops: float | None = None
     medians_ms: list[float] = field(default_factory=list)
+    eager_ms: float | None = None
+    eager_medians_ms: list[float] = field(default_factory=list)
 
 
 def make_data(case: Case) -> Data:
@@ -191,6 +194,21 @@ def timed(fn: Callable[[], Any]) -> tuple[float, float, float]:
     return (1e3 * (time.perf_counter() - start),) * 3
 
 
+def replayed(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """`fn`'s kernels without its Python: captured once into a CUDA graph; off CUDA `fn` itself."""
+    if not torch.cuda.is_available():
+        return fn
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph.replay
+
+
 def measure(case: Case, backward: bool) -> list[Row]:
     """Every arm of a case: errors first, then times of the arms that may have one."""
     d, arms = make_data(case), arms_of(case)
@@ -203,13 +221,17 @@ def measure(case: Case, backward: bool) -> list[Row]:
         for name, error in errors.items()
     ]
     green = [row for row in rows if row.error <= allowed]
-    times: dict[str, list[tuple[float, float, float]]] = {row.arm: [] for row in green}
+    calls = {row.arm: partial(run_once, arms[row.arm], d, backward) for row in green}
+    replays = {name: replayed(call) for name, call in calls.items()}
+    device: dict[str, list[tuple[float, float, float]]] = {row.arm: [] for row in green}
     for row in [*green, *reversed(green)]:
-        times[row.arm].append(timed(partial(run_once, arms[row.arm], d, backward)))
+        device[row.arm].append(timed(replays[row.arm]))
+        row.eager_medians_ms.append(timed(calls[row.arm])[0])
     for row in green:
-        medians, lows, highs = (list(x) for x in zip(*times[row.arm], strict=True))
+        medians, lows, highs = (list(x) for x in zip(*device[row.arm], strict=True))
         row.median_ms, row.p20_ms, row.p80_ms = sum(medians) / len(medians), min(lows), max(highs)
         row.medians_ms, row.tflops = medians, case.flops(backward) / row.median_ms / 1e9
+        row.eager_ms = sum(row.eager_medians_ms) / len(row.eager_medians_ms)
     return rows
 
 
@@ -302,7 +324,8 @@ def environment() -> dict[str, Any]:
 def table_of(rows: list[Row]) -> str:
     """One line an arm: time, TF/s, error, and how many times faster than each SDPA arm of the same case."""
     lines = [
-        f"{'case':8}{'B':>4} {'what':8} {'arm':13}{'ms':>8}{'TF/s':>7}{'error':>9}{'/sdpa':>7}{'/masked':>9}"
+        f"{'case':8}{'B':>4} {'what':8} {'arm':13}{'ms':>8}{'TF/s':>7}{'error':>9}"
+        f"{'/sdpa':>7}{'/masked':>9}{'eager ms':>10}"
     ]
     peers = {(r.case, r.B, r.what, r.arm): r.median_ms for r in rows}
     for r in rows:
@@ -312,7 +335,10 @@ def table_of(rows: list[Row]) -> str:
             continue
         ratios = [peers[r.case, r.B, r.what, arm] for arm in ("sdpa", "sdpa, mask")]
         shown = ["-" if ms is None else f"{ms / r.median_ms:.2f}" for ms in ratios]
-        lines.append(f"{head}{r.median_ms:8.3f}{r.tflops:7.0f}{r.error:9.1e}{shown[0]:>7}{shown[1]:>9}")
+        lines.append(
+            f"{head}{r.median_ms:8.3f}{r.tflops:7.0f}{r.error:9.1e}"
+            f"{shown[0]:>7}{shown[1]:>9}{r.eager_ms:10.3f}"
+        )
     return "\n".join(lines)
 
 

@@ -172,4 +172,6 @@ def _bytes(mask: Tensor | None, stand_in: Tensor) -> Tensor:
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, not on that of its arguments."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
