@@ -11,9 +11,19 @@ from typing import Any
 
 import wrapt
 
+from somaspeed_patch.features import Feature
 from somaspeed_patch.registry import Patch
 
 REQUIRES = ["lerobot>=0.6.1,<0.7", "accelerate>=1.0"]
+
+FEATURES = [
+    Feature(
+        name="report_file",
+        changes="write the report to this file too; a run without an output folder has no other place for it",
+        exact=True,
+        default=None,
+    ),
+]
 
 
 def _hooked(hook: str) -> Any:

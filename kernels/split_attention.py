@@ -253,6 +253,8 @@ def split_attention(
     # compilers, FLOP counters and selective checkpointing see ops, not an autograd.Function
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return torch.ops.somaspeed.split_attn_fwd.default(*args)[0]
+    if not torch.is_grad_enabled():
+        return _forward(*args)[0]
     return SplitAttentionFunction.apply(*args)[0]
 
 

@@ -229,7 +229,9 @@ def _export() -> None:
     if not _environment_before:
         _environment_before.append(os.environ.get(ENVIRONMENT))
     if _active:
-        os.environ[ENVIRONMENT] = json.dumps({"targets": sorted(_active), "features": features.values()})
+        mine = {feature.name for adapter in _active.values() for feature in adapter.features}
+        values = {name: value for name, value in features.values().items() if name in mine}
+        os.environ[ENVIRONMENT] = json.dumps({"targets": sorted(_active), "features": values})
         return
     before = _environment_before.pop()
     if before is None:

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from somaspeed_patch import patching, sites
+from somaspeed_patch import features, patching
 
 log = logging.getLogger(__name__)
 
-FILE_NAME = "somaspeed_report.json"
+FILE_NAME = "somaspeed_report.json"  # of rank 0; rank 3 writes somaspeed_report.rank3.json
 
 _folder: list[Path] = []  # at most one: where the current run writes
 
@@ -30,27 +30,35 @@ def validated(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str
 def ended(wrapped: Any, accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Accelerator.end_training: the run is over, its report complete."""
     result = wrapped(*args, **kwargs)
-    if accelerator.is_main_process:
-        save()
-        for line in summary():
-            log.info("somaspeed: %s", line)
+    save()
+    for line in summary() if accelerator.is_main_process else ():
+        log.info("somaspeed: %s", line)
     forget()
     return result
 
 
 def save() -> None:
-    """Write the report into the run's folder, if it has one and this is rank 0."""
-    if _folder and _folder[0].is_dir() and os.environ.get("RANK", "0") == "0":
-        patching.snapshot().save(_folder[0] / FILE_NAME)
+    """Write this rank's report into the run's folder, where that exists, and to `report_file`."""
+    wanted = features.value("report_file")
+    places = [Path(str(wanted))] if wanted else []
+    if _folder and _folder[0].is_dir():  # never made here: LeRobot refuses to start in a folder that exists
+        places.append(_folder[0] / FILE_NAME)
+    for place in places:
+        patching.snapshot().save(_of_this_rank(place))
+
+
+def _of_this_rank(path: Path) -> Path:
+    rank = os.environ.get("RANK", "0")
+    return path if rank == "0" else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def summary() -> list[str]:
-    """One line for each site that ran or fell back."""
+    """One line for each site that ran, was left to the host or fell back."""
     return [
         f"{site.site}: {site.calls} calls, {site.native_calls} native, {site.fallbacks} fallbacks"
         + (f" ({site.last_fallback or site.reason})" if site.last_fallback or site.reason else "")
         for site in patching.snapshot().sites
-        if site.calls or site.native_calls or site.fallbacks or site.status == sites.NATIVE
+        if site.calls or site.native_calls or site.fallbacks
     ]
 
 

@@ -216,6 +216,18 @@ def test_children_are_told_through_the_environment(use, host, monkeypatch):
     assert os.environ[patching.ENVIRONMENT] == "1"
 
 
+def test_children_are_not_told_of_features_whose_adapter_is_off(use, host):
+    other = toy(
+        name="other",
+        patches=(),
+        features=(Feature(name="trace", changes="-", exact=True, default=None),),
+        default=False,
+    )
+    use(toy(), other)
+    somaspeed_patch.patch("toy")
+    assert json.loads(os.environ[patching.ENVIRONMENT])["features"] == {"twice": True}
+
+
 def test_an_inexact_feature_may_not_be_on_by_default():
     with pytest.raises(ValueError, match="its default must be off"):
         Feature(name="risky", changes="rounds", exact=False, default=True)

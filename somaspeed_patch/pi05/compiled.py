@@ -17,23 +17,33 @@ from somaspeed_patch.sites import Site
 
 log = logging.getLogger(__name__)
 
+BACKEND = "inductor"
 MAX_SHAPES = 8  # dynamo's recompile_limit: the ninth graph of one function would run eagerly without a word
 
 
 class CompiledLayer:
     """`eager(layer, hidden, ...)` compiled; eager again, and said so, where that fails or shapes run out."""
 
-    def __init__(self, eager: Callable[..., Any], site: Site, backend: str = "inductor") -> None:
+    def __init__(self, eager: Callable[..., Any], site: Site) -> None:
         self.eager = eager
         self.site = site
-        self.compiled = torch.compile(eager, dynamic=False, backend=backend)
+        self.compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
         self.shapes: set[Hashable] = set()
         self.broken = False
 
     def __call__(self, layer: Any, hidden: Tensor, *rest: Any) -> Any:
         """Run one layer; the shapes of hidden and of the other tensors choose the graph."""
-        if self.broken or not self._has_room(hidden, rest):
+        shape = self._shape(hidden, rest)
+        if shape in self.shapes:  # compiled before: what it raises now is not the compiler's
+            self.site.ran()
+            return self.compiled(layer, hidden, *rest)
+        if self.broken or len(self.shapes) >= MAX_SHAPES:
+            why = "failed before" if self.broken else f"met more than {MAX_SHAPES} shapes"
+            self.site.declined(f"{self.eager.__name__} {why}; it runs eagerly")
             return self.eager(layer, hidden, *rest)
+        return self._first(shape, layer, hidden, *rest)
+
+    def _first(self, shape: Hashable, layer: Any, hidden: Tensor, *rest: Any) -> Any:
         try:
             result = self.compiled(layer, hidden, *rest)
         except torch.OutOfMemoryError:
@@ -43,26 +53,22 @@ class CompiledLayer:
             self.site.failed(error)
             log.warning("pi05: compiling %s failed, it runs eagerly: %s", self.eager.__name__, error)
             return self.eager(layer, hidden, *rest)
+        self.shapes.add(shape)
         self.site.ran()
         return result
 
-    def _has_room(self, hidden: Tensor, rest: tuple[Any, ...]) -> bool:
+    @staticmethod
+    def _shape(hidden: Tensor, rest: tuple[Any, ...]) -> Hashable:
         shapes = tuple(x.shape if isinstance(x, Tensor) else x for x in (hidden, *rest))
-        key = (shapes, hidden.dtype, torch.is_grad_enabled(), torch.is_autocast_enabled(hidden.device.type))
-        if key not in self.shapes and len(self.shapes) >= MAX_SHAPES:
-            self.site.declined(
-                f"{self.eager.__name__} met more than {MAX_SHAPES} shapes; the others run eagerly"
-            )
-            return False
-        self.shapes.add(key)
-        return True
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        return (shapes, hidden.dtype, hidden.requires_grad, torch.is_grad_enabled(), autocast)
 
 
 def compile_vision(tower: Any) -> None:
     """Compile the encoder layers of a working copy of SigLIP in place, once."""
     for layer in tower.vision_model.encoder.layers:
         if layer._compiled_call_impl is None:
-            layer.compile(dynamic=False)
+            layer.compile(dynamic=False, backend=BACKEND)
 
 
 def eager_vision(tower: Any) -> None:

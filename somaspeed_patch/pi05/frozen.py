@@ -9,6 +9,7 @@ the optimizer never see it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,6 +58,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def why_not_frozen(module: nn.Module) -> str | None:
     """Why `module` cannot be run once without gradient, or None."""
+    if not any(map(_is_in_the_way, _walk(module))):
+        return None
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             return f"{name} trains"
@@ -65,16 +68,38 @@ def why_not_frozen(module: nn.Module) -> str | None:
     return next((why for why in map(_why_stateful, module.modules()) if why), None)
 
 
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules, without names: `named_parameters()` took 9 ms of a pi0.5 step, this takes 1 ms."""
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        yield current
+        stack.extend(child for child in current._modules.values() if child is not None)
+
+
+def _is_in_the_way(module: nn.Module) -> bool:
+    for parameter in module._parameters.values():
+        if parameter is not None and (parameter.requires_grad or type(parameter) is not nn.Parameter):
+            return True
+    return _why_stateful(module) is not None
+
+
 def _why_stateful(module: nn.Module) -> str | None:
     if isinstance(module, nn.Dropout) and module.training and module.p > 0:
         return "dropout is active in the frozen side"
-    if getattr(module, "_is_fsdp_managed_module", False):
+    if "_is_fsdp_managed_module" in vars(module):
         return "the frozen side is managed by FSDP1"
     return None
 
 
-def _versions(module: nn.Module) -> tuple[tuple[int, int, Any], ...]:
-    return tuple((p.data_ptr(), p._version, p.dtype) for p in module.parameters())
+def _versions(module: nn.Module) -> list[tuple[int, int, Any]]:
+    """What changes when a parameter is replaced, moved, cast or written to in place."""
+    return [
+        (parameter.data_ptr(), parameter._version, parameter.dtype)
+        for child in _walk(module)
+        for parameter in child._parameters.values()
+        if parameter is not None
+    ]
 
 
 def _shared(module: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:

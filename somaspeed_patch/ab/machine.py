@@ -1,0 +1,59 @@
+"""Where a result comes from: versions, processor, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("torch", "triton", "lerobot", "transformers", "accelerate", "somaspeed-patch")
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide the result."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> dict[str, str | int]:
+    """The CPU's name, the cores this process may use, the system."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": _cpu_name(), "cores": cores, "system": platform.platform()}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def commit() -> str | None:
+    """The commit of this package's checkout, with `+changes` when files differ; None outside one."""
+    here = Path(__file__).resolve()
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None  # installed, perhaps inside somebody else's checkout
+    head = _git(here.parent, "rev-parse", "HEAD")
+    changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}+changes" if changed else head
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def command_line() -> list[str]:
+    """How this process was started."""
+    return [sys.executable, *sys.argv]

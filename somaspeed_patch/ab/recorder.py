@@ -1,0 +1,249 @@
+"""Inside a training process: turn the calls that adapters/step_recorder.py sees into one line an update.
+
+An update is cut at six marks into five phases that add up to it:
+
+    start     the trainer asks the loader for a batch     data        waiting for the loader
+    batch     it has the batch                            preprocess  until the policy's forward
+    forward   autocast is entered                         forward     until the loss is there
+    backward  Accelerator.backward is called              backward
+    stepping  it has returned                             optimizer   clip, step, zero_grad, scheduler
+    end       MetricsTracker.step is called
+
+Logging, checkpoints and evaluation lie between two updates and are counted in neither. On CUDA each mark
+is an event on the current stream and the end is one synchronize; on a CPU the marks are wall-clock. A mark
+that the host never reaches gives its phase to the one before. Loaders used under no_grad (evaluation) are
+not updates. At exit rank 0 saves the report of patched sites beside the steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from accelerate.state import PartialState
+
+from somaspeed_patch import features, patching, sites
+
+MARKS = ("start", "batch", "forward", "backward", "stepping", "end")
+REPORT = "somaspeed_report.json"
+PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """One moment, on the CPU's clock and, where there is one, on the GPU's."""
+
+    wall: float
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def now(cls) -> _Mark:
+        if not _on_cuda():
+            return cls(time.perf_counter(), None)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(time.perf_counter(), event)
+
+    def until(self, later: _Mark) -> float:
+        """Seconds from here to `later`."""
+        if self.event is not None and later.event is not None:
+            return float(self.event.elapsed_time(later.event)) / 1e3
+        return later.wall - self.wall
+
+
+@dataclass
+class _Update:
+    """What is known so far of the update under way."""
+
+    at: float = field(default_factory=time.time)
+    marks: dict[str, _Mark] = field(default_factory=dict)
+    samples: int = 0
+    loss: torch.Tensor | None = None
+    grad_norm: Any = None
+    lr: float | None = None
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase; a missing mark coincides with the next one."""
+        times: list[_Mark] = [self.marks["end"]]
+        for name in reversed(MARKS[:-1]):
+            times.insert(0, self.marks.get(name, times[0]))
+        return {phase: times[i].until(times[i + 1]) for i, phase in enumerate(PHASES)}
+
+
+class Recorder:
+    """Writes the updates of this process to one file; rank r of several writes to `<path>.rank<r>`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+        self._update: _Update | None = None
+
+    def begin(self) -> None:
+        """Start an update, unless one is under way: a loader that starts over asks twice."""
+        if self._update is None:
+            self._update = _Update()
+            self.mark("start")
+
+    def mark(self, name: str) -> None:
+        """Note the time; nothing outside an update."""
+        if self._update is not None:
+            self._update.marks[name] = _Mark.now()
+
+    def note(self, **known: Any) -> None:
+        """Fill in fields of the update under way."""
+        for name, value in known.items():
+            if self._update is not None:
+                setattr(self._update, name, value)
+
+    def end(self, tracker: Any) -> None:
+        """Finish the update and write its line; `tracker` is LeRobot's, already stepped."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        first, end = next(iter(update.marks.values())), _Mark.now()
+        update.marks["end"], finished = end, end.wall
+        if end.event is not None:
+            torch.cuda.synchronize()
+            finished = time.perf_counter()
+        self._write(_record(update, tracker, finished - first.wall))
+
+    def close(self) -> None:
+        """Close the file; the next update would start it afresh."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            several = record["world"] > 1
+            path = Path(f"{self._path}.rank{record['rank']}" if several else self._path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", buffering=1)  # by line: what a crash leaves can be read
+            if record["rank"] == 0:
+                atexit.register(_save_report, path.with_name(REPORT))
+        self._file.write(json.dumps(record) + "\n")
+        sites.site("step_recorder").ran()
+
+
+def _save_report(file: Path) -> None:
+    """Keep what was patched and ran beside the steps: a native run, or one without outputs, has no other."""
+    if file.parent.is_dir():
+        patching.snapshot().save(file)
+
+
+def _record(update: _Update, tracker: Any, total: float) -> dict[str, Any]:
+    """One line. What no seam saw is taken from the host's own tracker."""
+    state, seen = PartialState(), tracker.metrics
+    peak, kind = _peak()
+    return {
+        "step": tracker.steps,
+        "loss": float(update.loss if update.loss is not None else seen["loss"].val),
+        "grad_norm": float(update.grad_norm if update.grad_norm is not None else seen["grad_norm"].val),
+        "lr": update.lr if update.lr is not None else seen["lr"].val,
+        "samples": update.samples,
+        "seconds": {**update.phases(), "total": total},
+        "at": update.at,
+        "peak_bytes": peak,
+        "peak_kind": kind,
+        "rank": state.process_index,
+        "world": state.num_processes,
+        "device": torch.cuda.get_device_name() if _on_cuda() else "cpu",
+    }
+
+
+def _on_cuda() -> bool:
+    return bool(PartialState().device.type == "cuda")
+
+
+def _peak() -> tuple[int, str]:
+    """Peak bytes and what they count; LeRobot resets CUDA's peak at each update."""
+    if _on_cuda():
+        return torch.cuda.max_memory_allocated(), "CUDA allocated"
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process max RSS"
+
+
+def _samples(batch: Any) -> int:
+    """Length of the first tensor's first axis."""
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim), 0)
+
+
+_recorders: dict[str, Recorder] = {}
+
+
+def _current() -> Recorder:
+    path = str(features.value("record_steps"))
+    return _recorders.setdefault(path, Recorder(path))
+
+
+def close() -> None:
+    """Close every file."""
+    while _recorders:
+        _recorders.popitem()[1].close()
+
+
+def _batches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    inner = wrapped(*args, **kwargs)
+    while True:
+        training = torch.is_grad_enabled()
+        if training:
+            _current().begin()
+        try:
+            batch = next(inner)
+        except StopIteration:
+            return
+        if training:
+            _current().mark("batch")
+            _current().note(samples=_samples(batch))
+        yield batch
+
+
+def _forward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        _current().mark("forward")
+    return wrapped(*args, **kwargs)
+
+
+def _backward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    loss = args[0] if args else kwargs["loss"]
+    _current().mark("backward")
+    _current().note(loss=loss.detach())
+    result = wrapped(*args, **kwargs)
+    _current().mark("stepping")
+    return result
+
+
+def _clip(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    grad_norm = wrapped(*args, **kwargs)
+    _current().note(grad_norm=grad_norm)
+    return grad_norm
+
+
+def _optimizer_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    _current().note(lr=float(instance.param_groups[0]["lr"]))
+    return wrapped(*args, **kwargs)
+
+
+def _update_done(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    _current().end(instance)
+    return result
+
+
+HOOKS: Mapping[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "batches": _batches,
+    "forward": _forward,
+    "backward": _backward,
+    "clip": _clip,
+    "optimizer_step": _optimizer_step,
+    "update_done": _update_done,
+}

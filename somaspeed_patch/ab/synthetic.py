@@ -1,0 +1,219 @@
+"""`somaspeed ab RECIPE --synthetic`: the training step alone, all arms in one process on one device.
+
+Arms and batch sizes are run in ABBA order, each with its own warm-up; the gate comes first, and an arm that
+fails it has no figures. An arm that runs out of memory, or fails, is a result in words.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from somaspeed_patch import patched, report
+from somaspeed_patch.ab import machine, synthetic_gate
+from somaspeed_patch.ab.results import spread
+from somaspeed_patch.ab.synthetic_pi05 import PHASES, Subject
+from somaspeed_patch.ab.synthetic_recipe import Synthetic, SyntheticArm
+
+Cell = tuple[SyntheticArm, int]
+
+
+def run(
+    recipe: Synthetic, *, device: torch.device, say: Callable[[str], None], budget: float | None
+) -> dict[str, Any]:
+    """Gate, then measure; plain data out.
+
+    Args:
+        budget: seconds after which no further repeat is begun.
+    """
+    started = time.monotonic()
+    subject = Subject(recipe, device)
+    say(f"model built, {time.monotonic() - started:.0f} s")
+    gates = _gates(recipe, subject)
+    for name, verdict in gates.items():
+        say(f"gate {name}: {'green' if verdict['green'] else 'RED'}, worst {verdict.get('worst_parameter')}")
+    red = {name for name, verdict in gates.items() if not verdict["green"]}
+    cells = [(arm, batch) for arm in recipe.arms if arm.name not in red for batch in arm.batches]
+    repeats: dict[Cell, list[Any]] = {cell: [] for cell in cells}
+    for index in range(recipe.repeats):
+        for cell in cells if index % 2 == 0 else reversed(cells):
+            late = budget is not None and time.monotonic() - started > budget
+            if not late and not _failed(repeats[cell]):
+                repeats[cell].append(_measure(recipe, subject, *cell, first=index == 0))
+                say(_line(cell, repeats[cell][-1]))
+    return _results(recipe, device, gates, repeats)
+
+
+def _gates(recipe: Synthetic, subject: Subject) -> dict[str, Any]:
+    """A verdict for each patched arm; the exact and native gradients are computed once."""
+    exact = synthetic_gate.truth(subject)
+    batch = subject.batch(synthetic_gate.BATCH)
+    native = subject.loss_and_gradients(batch)
+    verdicts = {}
+    for arm in recipe.arms:
+        if arm.patched:
+            with _arranged(subject, arm):
+                verdicts[arm.name] = synthetic_gate.judge(exact, native, subject.loss_and_gradients(batch))
+    return verdicts
+
+
+def _arranged(subject: Subject, arm: SyntheticArm) -> ExitStack:
+    """The arm's patches and the host's switches, for a with block."""
+    with ExitStack() as stack:
+        if arm.patched:
+            stack.enter_context(patched("pi05", **arm.features))
+        stack.enter_context(subject.switched(arm.policy))
+        return stack.pop_all()
+
+
+def _measure(
+    recipe: Synthetic, subject: Subject, arm: SyntheticArm, batch: int, *, first: bool
+) -> dict[str, Any]:
+    """One repeat of one cell: its updates' seconds, peak memory and sites; or why there is none."""
+    _clean(subject)
+    try:
+        with _arranged(subject, arm):
+            data, begun = subject.batch(batch), time.perf_counter()
+            for _ in range(recipe.warmup if first else 1):
+                subject.update(data)
+            warm = time.perf_counter() - begun
+            updates = [subject.update(data) for _ in range(recipe.steps)]
+            sites = [site for site in report().to_dict()["sites"] if site["calls"] or site["fallbacks"]]
+    except torch.OutOfMemoryError:
+        return {"failure": "out of memory"}
+    except Exception as error:  # an arm that fails is a result; the others still run
+        return {"failure": f"{type(error).__name__}: {error}"[:400]}
+    return {"updates": updates, "warmup_seconds": warm, "peak_gib": _peak(subject.device), "sites": sites}
+
+
+def _clean(subject: Subject) -> None:
+    subject.forget_updates()
+    gc.collect()
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+
+
+def _failed(runs: list[Any]) -> bool:
+    return bool(runs) and "failure" in runs[-1]
+
+
+def _line(cell: Cell, found: dict[str, Any]) -> str:
+    arm, batch = cell
+    if "failure" in found:
+        return f"{arm.name:24s} batch {batch:4d}  {found['failure']}"
+    step = statistics.median(update["total"] for update in found["updates"])
+    return (
+        f"{arm.name:24s} batch {batch:4d}  {batch / step:7.1f} samples/s  {step * 1e3:7.1f} ms  "
+        f"{found['peak_gib']:5.1f} GiB  warm-up {found['warmup_seconds']:.0f} s"
+    )
+
+
+def _results(
+    recipe: Synthetic, device: torch.device, gates: dict[str, Any], repeats: dict[Cell, list[Any]]
+) -> dict[str, Any]:
+    cells = [_cell(arm, batch, runs) for (arm, batch), runs in repeats.items() if runs]
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": machine.command_line(),
+        "commit": machine.commit(),
+        "versions": machine.versions(),
+        "machine": {**machine.processor(), "device": _device_name(device)},
+        "model": {"name": recipe.model, "size": recipe.size, "dtype": recipe.dtype, "cameras": recipe.cameras,
+                  "language_slots": recipe.slots, "language_tokens": recipe.tokens, "chunk": recipe.chunk},
+        "gate": gates,
+        "cells": cells,
+        "comparison": _comparison(recipe, cells),
+    }  # fmt: skip
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _cell(arm: SyntheticArm, batch: int, runs: list[Any]) -> dict[str, Any]:
+    """The figures of one arm at one batch, over its repeats."""
+    name = {"arm": arm.name, "batch": batch}
+    finished = [run for run in runs if "failure" not in run]
+    if not finished:
+        return {**name, "failure": runs[-1]["failure"]}
+    steps = [[update["total"] for update in run["updates"]] for run in finished]
+    every = [update for run in finished for update in run["updates"]]
+    return {
+        **name,
+        "samples_per_second": spread([batch * len(times) / sum(times) for times in steps]),
+        "step_seconds": spread([statistics.median(times) for times in steps]),
+        "phase_seconds": {phase: statistics.median(update[phase] for update in every) for phase in PHASES},
+        "peak_allocated_gib": max(run["peak_gib"] for run in finished),
+        "first_warmup_seconds": finished[0]["warmup_seconds"],
+        "loss_first": every[0]["loss"],
+        "sites": finished[-1]["sites"],
+    }
+
+
+def _comparison(recipe: Synthetic, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios at the equal batch and at each arm's best batch; the best native arm is the reference."""
+    ran = [cell for cell in cells if "failure" not in cell]
+    native_names = {arm.name for arm in recipe.arms if not arm.patched}
+    native = [cell for cell in ran if cell["arm"] in native_names]
+    if not native:
+        return {}
+    best_native = max(native, key=_speed)
+    found: dict[str, Any] = {"best_native": {key: best_native[key] for key in ("arm", "batch")}}
+    for arm in recipe.arms:
+        mine = [cell for cell in ran if cell["arm"] == arm.name]
+        if mine:
+            best = max(mine, key=_speed)
+            found[arm.name] = {
+                "best_batch": best["batch"],
+                "samples_per_second_steady": _speed(best),
+                "peak_allocated_gib": best["peak_allocated_gib"],
+                "ratio_to_best_native": _speed(best) / _speed(best_native),
+                "ratio_at_equal_batch": _equal_batch(mine, native),
+            }
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """One line an arm and batch, then what they come to."""
+    lines = [f"{'arm':20} {'batch':>5} {'samples/s':>10} {'p20-p80':>15} {'ms':>8} {'GiB':>6}"]
+    for cell in found["cells"]:
+        head = f"{cell['arm']:20} {cell['batch']:5d}"
+        if "failure" in cell:
+            lines.append(f"{head} {cell['failure']}")
+            continue
+        speed, step = cell["samples_per_second"], cell["step_seconds"]["median"]
+        spread_text = f"{speed['p20']:.1f}-{speed['p80']:.1f}"
+        peak = cell["peak_allocated_gib"]
+        lines.append(f"{head} {speed['median']:10.1f} {spread_text:>15} {step * 1e3:8.1f} {peak:6.1f}")
+    for name, verdict in found["gate"].items():
+        lines.append(f"gate {name}: {'green' if verdict['green'] else 'RED, no figures'}")
+    for name, figures in found["comparison"].items():
+        if name != "best_native":
+            equal = ", ".join(f"{r:.2f}x at {b}" for b, r in figures["ratio_at_equal_batch"].items())
+            lines.append(f"{name}: {figures['ratio_to_best_native']:.2f}x the best native arm; {equal}")
+    return "\n".join(lines)
+
+
+def _equal_batch(mine: list[dict[str, Any]], native: list[dict[str, Any]]) -> dict[str, float]:
+    """Per batch size that a native arm ran too: this arm over the fastest native one there."""
+    ratios = {}
+    for cell in mine:
+        there = [other for other in native if other["batch"] == cell["batch"]]
+        if there:
+            ratios[str(cell["batch"])] = _speed(cell) / max(map(_speed, there))
+    return ratios
+
+
+def _speed(cell: dict[str, Any]) -> float:
+    return float(cell["samples_per_second"]["median"])

@@ -1,0 +1,61 @@
+"""The gate of `--synthetic`: a patched arm's loss and gradients are within native's own rounding.
+
+The truth is the same model in fp32. What is allowed is twice the native arm's distance from it, in the norm
+of each parameter's gradient, plus one unit of rounding: the budget is derived from the host, not chosen.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from somaspeed_patch.ab.synthetic_pi05 import Subject
+
+SLACK = 2.0
+BATCH = 2
+
+
+def truth(subject: Subject) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the unpatched model in fp32, on the gate's batch."""
+    low = subject.policy
+    subject.policy = copy.deepcopy(low).float()
+    subject.policy.config.dtype = "float32"
+    try:
+        loss, gradients = subject.loss_and_gradients(subject.batch(BATCH))
+        return loss.cpu(), {name: gradient.cpu() for name, gradient in gradients.items()}
+    finally:
+        subject.policy = low
+
+
+def judge(exact: Any, native: Any, ours: Any) -> dict[str, Any]:
+    """The verdict as data: green, the loss of both arms, the parameter nearest to or beyond its allowance."""
+    worst = max(
+        (_share(name, exact[1], native[1], ours[1]) for name in exact[1]), key=lambda found: found["share"]
+    )
+    missing = sorted(set(native[1]) ^ set(ours[1]))
+    loss = _distance(exact[0], native[0]), _distance(exact[0], ours[0])
+    rounding = float(torch.finfo(torch.bfloat16).eps) * float(exact[0].abs())
+    green = worst["share"] <= 1 and not missing and loss[1] <= SLACK * loss[0] + rounding
+    return {
+        "green": green,
+        "loss": {"fp32": float(exact[0]), "native": float(native[0]), "patched": float(ours[0])},
+        "worst_parameter": worst,
+        "gradients_of_one_arm_only": missing,
+        "budget": f"{SLACK} x native's distance from fp32 + one bf16 rounding, per parameter",
+    }
+
+
+def _share(name: str, exact: dict[str, Tensor], native: dict[str, Tensor], ours: dict[str, Tensor]) -> Any:
+    if name not in native or name not in ours:
+        return {"name": name, "share": 0.0}
+    eps = float(torch.finfo(native[name].dtype).eps)
+    allowed = SLACK * _distance(exact[name], native[name]) + eps * float(exact[name].norm())
+    error = _distance(exact[name], ours[name])
+    return {"name": name, "share": error / max(allowed, 1e-30), "error": error, "allowed": allowed}
+
+
+def _distance(exact: Tensor, found: Tensor) -> float:
+    return float((found.detach().cpu().float() - exact).norm())

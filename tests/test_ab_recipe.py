@@ -1,0 +1,186 @@
+"""Recipes: the shipped ones load; a bad one is refused with file, line, key and the nearest valid key."""
+
+import argparse
+
+import pytest
+
+from somaspeed_patch.ab.recipe import fill, load
+from somaspeed_patch.ab.yaml_reader import RecipeError
+
+GOOD = """\
+host: lerobot-train
+steps: 30
+arguments: [--batch_size=8, "{assets}/x", 3]
+environment: {OMP_NUM_THREADS: 1}
+tolerance: {loss: 1e-5}
+arms:
+  native: {targets: none}
+  other:
+    targets: [step_recorder]
+    arguments: [--seed=2]
+  patched: {targets: default}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        file = tmp_path / "mine.yaml"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
+def test_reads_every_key(write):
+    recipe = load(write(GOOD))
+    assert (recipe.name, recipe.host, recipe.steps, recipe.discard, recipe.repeats) == (
+        "mine",
+        "lerobot-train",
+        30,
+        5,
+        2,
+    )
+    assert recipe.arguments == ("--batch_size=8", "{assets}/x", "3")
+    assert recipe.environment == {"OMP_NUM_THREADS": "1"}
+    assert (recipe.tolerance.loss, recipe.tolerance.grad_norm) == (1e-5, 1e-4)
+    assert [(arm.name, arm.targets) for arm in recipe.arms] == [
+        ("native", ()),
+        ("other", ("step_recorder",)),
+        ("patched", None),
+    ]
+    assert recipe.arms[1].arguments == ("--seed=2",)
+
+
+def test_chooses_arms_in_the_order_given(write):
+    recipe = load(write(GOOD)).chosen("patched, native", 7)
+    assert [arm.name for arm in recipe.arms] == ["patched", "native"] and recipe.repeats == 7
+    assert recipe.baseline.name == "patched"
+    with pytest.raises(RecipeError, match="no arm is called 'nativ'; did you mean native?"):
+        load(write(GOOD)).chosen("nativ", None)
+
+
+def test_the_shipped_recipe_is_found_by_name():
+    recipe = load("pi05_libero_tiny")
+    assert recipe.baseline.name == "native" and recipe.baseline.targets == ()
+
+
+def test_fills_in_only_its_own_names():
+    words = fill(("--a={out}/x", '--b={"k": {steps}}', "{assets}", "{other}"), out="/o", steps=3)
+    assert words[0] == "--a=/o/x" and words[1] == '--b={"k": 3}' and words[3] == "{other}"
+    assert words[2].endswith("recipes/assets")
+
+
+BAD = {
+    "unknown key": ("reapeats: 3\n" + GOOD, 1, "reapeats: unknown key; did you mean repeats?"),
+    "unknown key of an arm": (
+        GOOD.replace("    arguments: [--seed=2]", "    argument: [--seed=2]"),
+        10,
+        "arms.other.argument: unknown key; did you mean arguments?",
+    ),
+    "unknown tolerance": (
+        GOOD.replace("{loss: 1e-5}", "{los: 1e-5}"),
+        5,
+        "tolerance.los: unknown key; did you mean loss?",
+    ),
+    "missing host": (
+        GOOD.replace("host: lerobot-train\n", "hots: x\n"),
+        1,
+        "hots: unknown key; did you mean host?",
+    ),
+    "no host": (GOOD.replace("host: lerobot-train\n", ""), 1, "host: missing; expected a command"),
+    "steps in words": (
+        GOOD.replace("30", "many"),
+        2,
+        "steps: expected the number of updates of a run, but is 'many'",
+    ),
+    "steps below one": (
+        GOOD.replace("30", "0"),
+        2,
+        "steps: expected the number of updates of a run, but is 0",
+    ),
+    "boolean argument": (
+        GOOD.replace("3]", "yes]"),
+        3,
+        "arguments: expected words, but one is True; quote it",
+    ),
+    "arguments no list": (
+        GOOD.replace("[--seed=2]", "--seed=2"),
+        10,
+        "arms.other.arguments: expected a list",
+    ),
+    "environment no mapping": (
+        GOOD.replace("{OMP_NUM_THREADS: 1}", "[A]"),
+        4,
+        "environment: expected a mapping",
+    ),
+    "tolerance below zero": (
+        GOOD.replace("1e-5", "-1.0e-5"),
+        5,
+        "tolerance.loss: expected a relative tolerance",
+    ),
+    "tolerance nan": (GOOD.replace("1e-5", ".nan"), 5, "tolerance.loss: expected a relative tolerance"),
+    "all discarded": (
+        GOOD + "discard: 30\n",
+        12,
+        "discard: must leave at least one of the 30 updates, but is 30",
+    ),
+    "no arms": (GOOD[: GOOD.index("arms:")], 1, "arms: missing; expected at least one arm"),
+    "arm no mapping": (GOOD.replace("{targets: none}", "none"), 7, "arms.native: expected a mapping"),
+    "arm without targets": (GOOD.replace("{targets: none}", "{}"), 7, "arms.native.targets: missing"),
+    "bad arm name": (GOOD.replace("native:", "a/b:"), 7, "arms.a/b: an arm's name names a folder"),
+    "unknown target": (
+        GOOD.replace("[step_recorder]", "[step_recordr]"),
+        9,
+        "arms.other.targets: no adapter is called 'step_recordr'; did you mean step_recorder?",
+    ),
+    "unknown feature": (
+        GOOD.replace("{targets: default}", "{targets: default, features: {record_step: x}}"),
+        11,
+        "arms.patched.features.record_step: unknown key; did you mean record_steps?",
+    ),
+    "feature of the wrong kind": (
+        GOOD.replace("{targets: default}", "{targets: default, features: {record_steps: true}}"),
+        11,
+        "arms.patched.features.record_steps: expected a quoted value, but is True",
+    ),
+    "given twice": (GOOD + "steps: 3\n", 12, "steps: given twice; keep one"),
+    "a list": ("- a\n", 1, "expected a mapping of keys"),
+    "not YAML": ("host: [a\nsteps: 3\n", 2, "not YAML"),
+    "empty": ("", 1, "expected a mapping of keys"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "said"), BAD.values(), ids=BAD.keys())
+def test_says_where_and_what(write, text, line, said):
+    file = write(text)
+    with pytest.raises(RecipeError) as refused:
+        load(file)
+    assert str(refused.value).startswith(f"{file}:{line}: {said}"), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_recipe_names_the_shipped_ones():
+    with pytest.raises(RecipeError, match="did you mean pi05_libero_tiny?"):
+        load("pi05_libero_tyni")
+
+
+def test_the_parser_takes_the_documented_flags():
+    from somaspeed_patch.ab.cli import add_arguments, main
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    args = parser.parse_args(
+        ["ab", "x", "--repeats", "3", "--out", "o", "--arms", "a,b", "--budget", "60", "--json"]
+    )
+    assert (args.recipe, args.repeats, str(args.out), args.arms, args.budget, args.json) == (
+        "x",
+        3,
+        "o",
+        "a,b",
+        60,
+        True,
+    )
+    assert args.command is main
+    with pytest.raises(SystemExit):
+        parser.parse_args(["ab", "x", "--repeats", "0"])
