@@ -7,9 +7,9 @@ key/value head. "suffix" trains q, k_b and v_b over a frozen prefix; "prefix" is
 forward only, its output in the layout that o_proj reads.
 Method: errors against the fp64 reference come first, and an arm that is off by more than twice what SDPA is
 gets no time. Then the arms run in ABBA order; medians and p20/p80 by triton.testing.do_bench, which clears
-the L2 cache. Each arm is timed twice: `device`, its kernels alone, replayed from a CUDA graph; and `eager`, as
-called from Python, where the host is the slower one at small B. TF/s and ratios are the device's, and count the
-necessary FLOPs, whatever an arm does.
+the L2 cache. Each arm is timed twice: `device`, its kernels alone, replayed from a CUDA graph; and `eager`,
+as called from Python, where the host is the slower one at small B. TF/s and ratios are the device's, and
+count the necessary FLOPs, whatever an arm does.
 --sweep also times tile sizes around the table's, some 2 minutes; --tiny tries the script on a CPU (it needs
 TRITON_INTERPRET=1), and its figures mean nothing.
 """
@@ -17,7 +17,6 @@ TRITON_INTERPRET=1), and its figures mean nothing.
 import argparse
 import datetime
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -30,6 +29,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from somaspeed_patch.ab import machine
 from somaspeed_patch.kernels import split_attention as module
 from somaspeed_patch.kernels.split_attention import split_attention, split_attention_ref
 from somaspeed_patch.kernels.split_attention_launch import split_attention_bwd, split_attention_fwd
@@ -309,14 +309,12 @@ def prefix_cases(tiny: bool) -> list[Case]:
 
 def environment() -> dict[str, Any]:
     """What the figures hold for."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        "versions": machine.versions(),
         "cudnn": torch.backends.cudnn.version(),
-        "commit": commit,
+        "commit": machine.commit(),
+        "command": machine.command_line(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

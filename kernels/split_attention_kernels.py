@@ -7,9 +7,9 @@ so two runs give the same bits.
 Numerics: base-2 online softmax with log2(e) folded into the scale; statistics and sums in ACC (fp32; fp64 for
 fp64); probabilities rounded to the inputs' dtype before the second product; "ieee" products, so fp32 never
 becomes tf32.
-Every loop checks its bounds in every tile. Two loops, whole tiles unchecked and then the ragged one, were slower
-on an H200: 333 against 390 TF/s for pi0.5's prefix (B 64, 576 keys, D 256), and a second copy of the tile
-spilled in the backward.
+Every loop checks its bounds in every tile. Two loops, whole tiles unchecked and then the ragged one, were
+slower on an H200: 333 against 390 TF/s for pi0.5's prefix (B 64, 576 keys, D 256), and a second copy of the
+tile spilled in the backward.
 """
 
 import triton

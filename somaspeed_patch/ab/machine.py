@@ -37,7 +37,12 @@ def _cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The commit of this package's checkout, with `+changes` when files differ; None outside one."""
+    """The commit of this package's checkout, with `+changes` when files differ; None outside one.
+
+    A copy without its git directory, as on a GPU machine, is told by the variable SOMASPEED_COMMIT.
+    """
+    if os.environ.get("SOMASPEED_COMMIT"):
+        return os.environ["SOMASPEED_COMMIT"]
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None  # installed, perhaps inside somebody else's checkout
