@@ -52,6 +52,7 @@ def use(monkeypatch):
     features.reset()
     sites.clear()
     yield install
+    os.environ.pop(patching.ENVIRONMENT, None)  # before monkeypatch restores what was there
     registry.revert("toy")
     patching._active.clear()
     patching._active.update(state[0])

@@ -60,5 +60,10 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def command_line() -> list[str]:
-    """How this process was started."""
-    return [sys.executable, *sys.argv]
+    """How this process was started, without the paths of this machine: interpreter, folder and `--out`."""
+    spec = sys.modules["__main__"].__spec__
+    module = None if spec is None else spec.name.removesuffix(".__main__")
+    program = ["python", "-m", module] if module else [Path(sys.argv[0]).name]
+    words = iter(sys.argv[1:])
+    kept = [word for word in words if not (word == "--out" and next(words, None))]
+    return [*program, *(word for word in kept if not word.startswith("--out="))]

@@ -77,6 +77,7 @@ def _measure(
 ) -> dict[str, Any]:
     """One repeat of one cell: its updates' seconds, peak memory and sites; or why there is none."""
     _clean(subject)
+    before = _counts()
     try:
         with _arranged(subject, arm):
             data, begun = subject.batch(batch), time.perf_counter()
@@ -84,12 +85,28 @@ def _measure(
                 subject.update(data)
             warm = time.perf_counter() - begun
             updates = [subject.update(data) for _ in range(recipe.steps)]
-            sites = [site for site in report().to_dict()["sites"] if site["calls"] or site["fallbacks"]]
+            sites = _ran_since(before)
     except torch.OutOfMemoryError:
         return {"failure": "out of memory"}
     except Exception as error:  # an arm that fails is a result; the others still run
         return {"failure": f"{type(error).__name__}: {error}"[:400]}
     return {"updates": updates, "warmup_seconds": warm, "peak_gib": _peak(subject.device), "sites": sites}
+
+
+def _counts() -> dict[str, tuple[int, int, int]]:
+    return {s.site: (s.calls, s.native_calls, s.fallbacks) for s in report().sites}
+
+
+def _ran_since(before: dict[str, tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """Per site: calls through our code, calls left to the host, fallbacks, since `before`."""
+    ran = []
+    for name, counts in _counts().items():
+        calls, native, fallbacks = (
+            now - then for now, then in zip(counts, before.get(name, (0, 0, 0)), strict=True)
+        )
+        if calls or native or fallbacks:
+            ran.append({"site": name, "calls": calls, "native_calls": native, "fallbacks": fallbacks})
+    return ran
 
 
 def _clean(subject: Subject) -> None:
