@@ -63,8 +63,8 @@ def unpatch(*targets: str) -> None:
     """
     _known(targets)
     names = [name for name in _active if not targets or name in targets]
+    registry.revert(*names)
     for name in names:
-        registry.revert(name)
         adapter = _active.pop(name)
         if adapter.release is not None:
             adapter.release()

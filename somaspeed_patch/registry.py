@@ -75,15 +75,15 @@ def apply(owner: str, patches: Sequence[Patch]) -> None:
         raise
 
 
-def revert(owner: str | None = None) -> None:
-    """Undo everything applied for `owner` (None: for everybody), newest first.
+def revert(*owners: str) -> None:
+    """Undo everything applied for `owners`, newest first.
 
     Nothing is undone unless everything can be: a name that somebody patched after us is left alone, with
     all others.
 
     Raises: RuntimeError: names the attributes that were patched again since.
     """
-    mine = [done for done in _ledger if owner in (None, done.owner)]
+    mine = [done for done in _ledger if done.owner in owners]
     foreign = [done.place for done in mine if not _on_top(done, mine)]
     if foreign:
         raise RuntimeError(

@@ -28,13 +28,12 @@ def validated(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def ended(wrapped: Any, accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Accelerator.end_training: the run is over, its report complete."""
-    result = wrapped(*args, **kwargs)
+    """Accelerator.end_training: the report is complete; saved first, for what follows may hang."""
     save()
     for line in summary() if accelerator.is_main_process else ():
         log.info("somaspeed: %s", line)
     forget()
-    return result
+    return wrapped(*args, **kwargs)
 
 
 def save() -> None:

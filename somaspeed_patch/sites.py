@@ -82,8 +82,8 @@ class Report:
     def __str__(self) -> str:
         rows = [("site", "status", "calls", "native", "fallbacks", "why"), *map(_row, self.sites)]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row[:5], widths)), row[5]]).rstrip() for row in rows]  # noqa: B905
-        return "\n".join(lines)
+        padded = [[cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)] for row in rows]
+        return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def _row(site: Site) -> tuple[str, str, str, str, str, str]:

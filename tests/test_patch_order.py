@@ -14,7 +14,7 @@ ORDERS = sorted({*STEPS, "IPUPU", "PIUPU", "PUPIU", "PIPUU", "IUP"})
 # The parent imports the heavy libraries once and forks: LeRobot itself is imported by each child.
 RUNNER = """
 import json, os, sys
-import accelerate, torch, transformers
+import accelerate, av, datasets, draccus, gymnasium, pandas, torch, transformers
 import transformers.models.gemma.modeling_gemma, transformers.models.paligemma.modeling_paligemma
 
 HOST = "lerobot.policies.pi05.modeling_pi05"

@@ -208,6 +208,25 @@ def test_patched_restores_what_was_before(use, host):
     assert host.answer() == 42
 
 
+def test_a_foreign_patch_stops_the_whole_unpatch(use, host, monkeypatch):
+    second = types.ModuleType("somaspeed_second_host_for_tests")
+    second.answer = lambda: 1
+    monkeypatch.setitem(sys.modules, second.__name__, second)
+    other = toy(
+        name="other", patches=(Patch(module=second.__name__, name="answer", make=double),), features=()
+    )
+    use(toy(), other)
+    somaspeed_patch.patch()
+    ours, theirs = second.answer, lambda: 5
+    second.answer = theirs
+    with pytest.raises(RuntimeError, match="answer was patched again by someone else"):
+        somaspeed_patch.unpatch()
+    assert host.answer() == 42  # the first adapter is still on, too
+    second.answer = ours
+    somaspeed_patch.unpatch()
+    assert (host.answer(), second.answer()) == (21, 1)
+
+
 def test_children_are_told_through_the_environment(use, host, monkeypatch):
     use(toy())
     monkeypatch.setenv(patching.ENVIRONMENT, "1")

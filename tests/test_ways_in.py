@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ if __name__ == "__main__":
     main()
 """
 PY, RUN = sys.executable, ["-m", "somaspeed_patch", "run"]
+TORCHRUN = [BIN / "torchrun", "--nproc_per_node=2"]
 PLUGIN = "--somaspeed.discover_packages_path=somaspeed_patch.lerobot_plugin"
 # name: (command before lerobot's arguments, lerobot's extra arguments, environment)
 WAYS = {
@@ -47,11 +49,10 @@ WAYS = {
         [PY, *RUN, "--", "lerobot-train"],
         ["--num_workers=1", "--dataloader_multiprocessing_context=spawn"], {},
     ),
-    "torchrun, two ranks": (
-        [BIN / "torchrun", "--nproc_per_node=2", "--master_port=29713", *RUN, "--", "lerobot-train"], [], {},
-    ),
+    "torchrun, two ranks": ([*TORCHRUN, "--master_port=29713", *RUN, "--", "lerobot-train"], [], {}),
+    "native, two ranks": ([*TORCHRUN, "--master_port=29714", "-m", "lerobot.scripts.lerobot_train"], [], {}),
 }  # fmt: skip
-NATIVE = {"native", "plugin discovery, SOMASPEED=0"}
+NATIVE = {"native", "native, two ranks", "plugin discovery, SOMASPEED=0"}
 
 
 def start(name, folder):
@@ -61,14 +62,24 @@ def start(name, folder):
     plain.write_text(SCRIPT.replace("somaspeed_patch.patch()", ""))
     words = [str(word).format(script=script, plain_script=plain) for word in command]
     clean = {key: value for key, value in os.environ.items() if key != "SOMASPEED"}
-    return subprocess.run(
+    process = subprocess.Popen(
         [*words, *TRAIN, *extra, f"--output_dir={folder / 'out'}"],
         env={**clean, **environment, "TRITON_INTERPRET": "0"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=400,
         cwd=folder,
+        start_new_session=True,
     )
+    try:
+        out, err = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        # Two ranks of stock lerobot-train on gloo sometimes hang after all is done (3 of 22 runs without us).
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        if "two ranks" in name and "End of training" in err:
+            process.returncode = 0
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +103,9 @@ def sites(folder, name="somaspeed_report.json"):
 def test_it_trains_as_natively_and_says_what_ran(runs, way):
     done, folder = runs[way]
     assert done.returncode == 0, done.stderr[-3000:]
-    native = losses(runs["native"][0].stderr)
+    native = losses(runs["native, two ranks" if "two ranks" in way else "native"][0].stderr)
     assert len(native) == 2
-    if way == "torchrun, two ranks":
-        assert len(losses(done.stderr)) == 2  # another batch: two ranks
-    else:
-        assert losses(done.stderr) == native
+    assert losses(done.stderr) == native
     if way in NATIVE:
         assert not (folder / "somaspeed_report.json").exists()
     else:
