@@ -245,6 +245,48 @@ def test_state_dict_and_module_tree_stay_the_hosts():
         assert all(torch.equal(policy.state_dict()[name], value) for name, value in state.items())
 
 
+def test_a_hook_bound_to_something_large_is_not_copied_and_still_runs():
+    class Owner:
+        def __init__(self):
+            self.seen = 0
+
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+        def hook(self, module, args, output):
+            self.seen += 1
+
+    policy = make_policy(**EXPERT_ONLY, dtype="bfloat16")
+    owner = Owner()
+    policy.model.paligemma_with_expert.paligemma.model.vision_tower.register_forward_hook(owner.hook)
+    with somaspeed_patch.patched("pi05"):
+        step(policy, make_batch(policy))
+        site = next(s for s in somaspeed_patch.report().sites if s.site == "pi05/frozen_prefix")
+    assert owner.seen == 1
+    assert "failed" not in site.reason
+
+
+def test_only_weights_that_autocast_casts_are_copied():
+    from somaspeed_patch.pi05 import frozen
+
+    tower = make_policy(**EXPERT_ONLY).model.paligemma_with_expert.paligemma.model.vision_tower
+    clone = frozen.working_copy(tower, torch.bfloat16)
+    originals, copies = dict(tower.named_parameters()), dict(clone.named_parameters())
+    assert originals.keys() == copies.keys()
+    cast = {name for name in copies if copies[name] is not originals[name]}
+    layer = "vision_model.encoder.layers.0"
+    assert {
+        f"{layer}.mlp.fc1.weight",
+        f"{layer}.mlp.fc1.bias",
+        "vision_model.embeddings.patch_embedding.weight",
+    } <= cast
+    assert all(torch.equal(copies[name], originals[name].bfloat16()) for name in cast)
+    assert f"{layer}.layer_norm1.weight" not in cast
+    assert "vision_model.embeddings.position_embedding.weight" not in cast
+    assert frozen.working_copy(tower, torch.bfloat16) is clone
+    frozen.release()
+
+
 def test_new_frozen_weights_are_seen_at_the_next_step():
     policy = make_policy(**EXPERT_ONLY, dtype="bfloat16")
     batch = make_batch(policy)

@@ -25,8 +25,7 @@ class FrozenCopy:
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
         self.versions = _versions(module)
-        self.module = copy.deepcopy(module, _shared(module, dtype))
-        self.module.requires_grad_(False)
+        self.module = _clone(module, {} if dtype is None else _cast(module, dtype), {})
 
     def fits(self, module: nn.Module, dtype: torch.dtype | None) -> bool:
         """Whether the copy still stands for `module` under autocast to `dtype`."""
@@ -102,14 +101,32 @@ def _versions(module: nn.Module) -> list[tuple[int, int, Any]]:
     ]
 
 
-def _shared(module: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:
-    """The memo for deepcopy: a parameter stands for itself, one that autocast casts for its cast copy."""
-    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
-    if dtype is None:
-        return memo
-    for child in module.modules():
-        if isinstance(child, _CAST_BY_AUTOCAST):
-            for parameter in child.parameters(recurse=False):
-                if parameter.dtype == torch.float32:
-                    memo[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-    return memo
+def _cast(module: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parameter]:
+    """The parameters that autocast would cast at every call, by id, each with its cast copy."""
+    return {
+        id(parameter): nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        for child in _walk(module)
+        if isinstance(child, _CAST_BY_AUTOCAST)
+        for parameter in child._parameters.values()
+        if parameter is not None and parameter.dtype == torch.float32
+    }
+
+
+def _clone(module: Any, cast: dict[int, nn.Parameter], done: dict[int, Any]) -> Any:
+    """`module` with modules of its own and the original's tensors, except those in `cast`.
+
+    Not deepcopy: that would follow a hook that is a bound method into whatever object it is bound to.
+    """
+    if id(module) in done:
+        return done[id(module)]
+    clone = done[id(module)] = object.__new__(type(module))
+    state = {
+        name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()
+    }
+    state.pop("_compiled_call_impl", None)  # bound to the original
+    state["_parameters"] = {name: cast.get(id(p), p) for name, p in module._parameters.items()}
+    state["_modules"] = {
+        name: None if child is None else _clone(child, cast, done) for name, child in module._modules.items()
+    }
+    vars(clone).update(state)
+    return clone
