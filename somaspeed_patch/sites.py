@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from somaspeed_patch._version import __version__
 
 PATCHED, NATIVE, WAITING = "patched", "native", "waiting"
+_LONG = 60  # columns
 
 
 @dataclass(kw_only=True)
@@ -80,10 +81,19 @@ class Report:
         return cls(sites=sites, features=data["features"], versions=data["versions"])
 
     def __str__(self) -> str:
-        rows = [("site", "status", "calls", "native", "fallbacks", "why"), *map(_row, self.sites)]
+        rows = [("site", "status", "calls", "native", "fallbacks", "why"), *_rows(self.sites)]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         padded = [[cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)] for row in rows]
         return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def _rows(sites: Iterable[Site]) -> Iterator[tuple[str, ...]]:
+    """The table's lines; a long reason is written once for the sites that share it."""
+    above = ""
+    for site in sites:
+        *cells, why = _row(site)
+        yield (*cells, "(same)" if why == above and len(why) > _LONG else why)
+        above = why
 
 
 def _row(site: Site) -> tuple[str, str, str, str, str, str]:

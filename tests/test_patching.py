@@ -1,10 +1,12 @@
 """patch(), unpatch(), report() and patched() on a host made for the test."""
 
+import dataclasses
 import json
 import logging
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import wrapt
@@ -262,6 +264,25 @@ def test_a_saved_report_reads_back_and_prints_its_fallback(use, host, tmp_path):
     assert loaded.to_dict() == somaspeed_patch.report().to_dict()
     assert "fell back: RuntimeError: no kernel" in str(loaded)
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_long_reason_is_printed_once(use, host):
+    use(toy(requires=("no-such-distribution>=1",), features=()))
+    report = somaspeed_patch.patch()
+    second = dataclasses.replace(report.sites[0], site="toy/second")
+    printed = str(dataclasses.replace(report, sites=(report.sites[0], second))).splitlines()
+    assert printed[1].endswith("needs no-such-distribution>=1, but no-such-distribution is not installed")
+    assert printed[2].endswith("(same)")
+
+
+def test_the_readme_lists_every_feature_with_its_default():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    shown = {True: "on", False: "off", None: "none"}
+    for one in adapter_module.adapters().values():
+        for feature in one.features:
+            row = next(line for line in readme.splitlines() if line.startswith(f"| `{feature.name}` |"))
+            exact = "yes" if feature.exact else "no"
+            assert row.endswith(f"| {exact} | {shown[feature.default]} |"), row
 
 
 def test_every_shipped_adapter_loads_and_names_its_features_once():

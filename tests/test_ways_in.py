@@ -160,6 +160,28 @@ def test_a_signal_reaches_the_host(tmp_path):
     assert ours == native == (9, "", "")
 
 
+def test_a_spawned_process_is_patched_like_its_parent(tmp_path):
+    script = """
+import multiprocessing, sys
+
+def ask(queue):
+    queue.put(sorted(sys.modules["somaspeed_patch.patching"].active()))
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    child = spawn.Process(target=ask, args=(queue,))
+    child.start()
+    print(queue.get(timeout=60))
+    child.join()
+"""
+    path = tmp_path / "host.py"
+    path.write_text(script)
+    command = [PY, *RUN, "--target", "pi05", "--no-compact-tokens", "--", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "['pi05']\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
