@@ -332,6 +332,20 @@ def test_a_failure_of_ours_is_redone_by_the_host_and_reported(monkeypatch):
     assert site.reason.startswith("failed once and stays native")
 
 
+def test_a_failure_in_the_vision_hook_is_redone_by_the_host_too(monkeypatch):
+    from somaspeed_patch.pi05 import prefix
+
+    policy = make_policy(freeze_vision_encoder=True, cameras=2)
+    batch = make_batch(policy)
+    native = step(policy, batch)
+    with somaspeed_patch.patched("pi05"):
+        monkeypatch.setattr(prefix, "pad_mask", None)
+        ours = step(policy, batch)
+        site = next(s for s in somaspeed_patch.report().sites if s.site == "pi05/frozen_vision")
+    assert_same_step(native, ours, tolerance=0)
+    assert "not callable" in site.last_fallback
+
+
 def test_a_replaced_joint_layer_is_respected(monkeypatch):
     from lerobot.policies.pi05 import modeling_pi05
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 HOST = "lerobot.policies.pi05.modeling_pi05"
 
-_failed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_failed: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # by model, then site: why
 _layers: dict[str, CompiledLayer] = {}
 _host_layer: list[Any] = []  # the host's compute_layer_complete as it was when we patched
 
@@ -46,25 +47,33 @@ def training_forward(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: di
     if why is not None:
         site.declined(why)
         return wrapped(*args, **kwargs)
+    return _or_hosts(site, model, partial(split_forward, model), wrapped, args, kwargs)
+
+
+def _or_hosts(
+    site: Site, model: Any, ours: Any, hosts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Our function's result; if it raises, the host's, from now on for this model."""
     try:
-        losses = split_forward(model, *args, **kwargs)
+        result = ours(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # never break the host: it can still compute this step itself
-        _failed[model] = f"failed once and stays native: {type(error).__name__}: {error}"
+        why = f"failed once and stays native: {type(error).__name__}: {error}"
+        _failed.setdefault(model, {})[site.site] = why
         site.failed(error)
-        log.exception("pi05: the split forward failed, this model stays native")
-        return wrapped(*args, **kwargs)
+        log.exception("%s failed, this model stays native there", site.site)
+        return hosts(*args, **kwargs)
     site.ran()
-    return losses
+    return result
 
 
 def refusal(model: Any) -> str | None:
     """Why the host's forward has to run, or None."""
     if not features.value("frozen_prefix"):
         return "frozen_prefix is off"
-    if model in _failed:
-        return _failed[model]
+    if model in _failed and "pi05/frozen_prefix" in _failed[model]:
+        return _failed[model]["pi05/frozen_prefix"]
     if sys.modules[HOST].compute_layer_complete is not _host_layer[0]:
         return "somebody replaced compute_layer_complete, which the split forward would not call"
     joint = model.paligemma_with_expert
@@ -155,9 +164,8 @@ def _embed(
         return prefix.embed(trunk, images, tokens, layout)
     except torch.OutOfMemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # the compiler's; if it was something else, the eager call below raises it again
+    except Exception as error:
+        # The compiler's; if it was something else, the eager call below raises it again.
         site.failed(error)
         log.warning("pi05: compiling the vision tower failed, it runs eagerly: %s", error)
         eager_vision(trunk.vision_tower)
@@ -209,14 +217,20 @@ def frozen_vision(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # inference stays the host's
         return wrapped(*args, **kwargs)
     site = sites.site("pi05/frozen_vision", f"{HOST}:PI05Pytorch.embed_prefix")
-    tower = model.paligemma_with_expert.paligemma.model.vision_tower
-    why = frozen.why_not_frozen(tower) if features.value("frozen_vision") else "frozen_vision is off"
+    why = _vision_refusal(model, site)
     if why is not None:
-        site.declined(f"the vision tower is not frozen: {why}" if features.value("frozen_vision") else why)
+        site.declined(why)
         return wrapped(*args, **kwargs)
-    result = _embed_with_frozen_vision(model, *args, **kwargs)
-    site.ran()
-    return result
+    return _or_hosts(site, model, partial(_embed_with_frozen_vision, model), wrapped, args, kwargs)
+
+
+def _vision_refusal(model: Any, site: Site) -> str | None:
+    if not features.value("frozen_vision"):
+        return "frozen_vision is off"
+    if model in _failed and site.site in _failed[model]:
+        return _failed[model][site.site]
+    why = frozen.why_not_frozen(model.paligemma_with_expert.paligemma.model.vision_tower)
+    return None if why is None else f"the vision tower is not frozen: {why}"
 
 
 def _embed_with_frozen_vision(
