@@ -63,7 +63,8 @@ _DEVICE = "lerobot.processor.device_processor"
 def _forward(original: Any) -> Any:
     from somaspeed_patch.pi05 import forward
 
-    with_parameters(original, ["self", "images", "img_masks", "tokens", "masks", "actions", "noise", "time"])
+    names = ["self", "images", "img_masks", "tokens", "masks", "actions", "noise", "time"]
+    with_parameters(original, names, optional=forward.LATER_INPUTS)
     forward.remember_host()
     return wrapt.FunctionWrapper(original, forward.training_forward)
 
@@ -71,7 +72,8 @@ def _forward(original: Any) -> Any:
 def _embed_prefix(original: Any) -> Any:
     from somaspeed_patch.pi05 import forward
 
-    with_parameters(original, ["self", "images", "img_masks", "tokens", "masks"])
+    names = ["self", "images", "img_masks", "tokens", "masks"]
+    with_parameters(original, names, optional=forward.LATER_INPUTS)
     return wrapt.FunctionWrapper(original, forward.frozen_vision)
 
 

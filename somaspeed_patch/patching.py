@@ -162,6 +162,9 @@ def _activate(adapter: Adapter, explicit: bool) -> None:
         )
         return
     _active[adapter.name] = adapter
+    for feature in adapter.features:
+        site = sites.site(f"{adapter.name}/{feature.name}", feature.changes)
+        site.status, site.reason = sites.PATCHED, ""
     for module in adapter.modules:
         if module in sys.modules:
             _apply(adapter, module, explicit)

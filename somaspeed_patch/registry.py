@@ -47,13 +47,17 @@ class _Applied:
 _ledger: list[_Applied] = []
 
 
-def with_parameters(function: Any, expected: Sequence[str]) -> None:
+def with_parameters(function: Any, expected: Sequence[str], optional: Sequence[str] = ()) -> None:
     """For `make`: refuse a host function whose parameters are not as this adapter knows them.
+
+    Args:
+        expected: the names it must have, in order.
+        optional: names that a later version adds behind them; the hook has to look whether they are used.
 
     Raises: AttributeError: which makes the adapter leave this host native.
     """
     found = list(inspect.signature(function).parameters)
-    if found != list(expected):
+    if found[: len(expected)] != list(expected) or set(found[len(expected) :]) - set(optional):
         name = getattr(function, "__qualname__", function)
         raise AttributeError(f"{name} takes ({', '.join(found)}), expected ({', '.join(expected)})")
 

@@ -346,6 +346,30 @@ def test_a_failure_in_the_vision_hook_is_redone_by_the_host_too(monkeypatch):
     assert "not callable" in site.last_fallback
 
 
+@pytest.mark.parametrize(
+    "option", ["rtc_training_max_delay", "use_visual_memory", "use_proprioceptive_memory"]
+)
+def test_what_lerobot_main_adds_is_left_to_the_host(option):
+    policy = make_policy(**EXPERT_ONLY)
+    batch = make_batch(policy)
+    native = step(policy, batch)
+    setattr(policy.config, option, 1)  # LeRobot 0.6.1 has no such option and does not look
+    with somaspeed_patch.patched("pi05"):
+        ours = step(policy, batch)
+        site = next(s for s in somaspeed_patch.report().sites if s.site == "pi05/frozen_prefix")
+    assert site.reason == f"the policy has {option}"
+    assert_same_step(native, ours, tolerance=0)
+
+
+def test_an_input_that_lerobot_main_adds_is_left_to_the_host():
+    from somaspeed_patch.pi05.forward import _later_input
+
+    assert _later_input((), {}) is None
+    assert _later_input((None, None), {"states": None}) is None
+    assert "states" in _later_input((), {"states": torch.zeros(1)})
+    assert "prefix_mask" in _later_input((torch.zeros(1),), {})
+
+
 def test_a_replaced_joint_layer_is_respected(monkeypatch):
     from lerobot.policies.pi05 import modeling_pi05
 

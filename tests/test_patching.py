@@ -133,6 +133,16 @@ def test_a_host_imported_later_is_patched_at_its_import(use, tmp_path, monkeypat
     assert __import__(late).answer() == 21  # imported after unpatch: left alone
 
 
+def test_patching_again_forgets_that_it_was_unpatched(use, host):
+    use(toy())
+    somaspeed_patch.patch()
+    somaspeed_patch.unpatch()
+    shown = {s.site: (s.status, s.reason) for s in somaspeed_patch.report().sites}
+    assert shown["toy/twice"] == ("native", "unpatched")
+    shown = {s.site: (s.status, s.reason) for s in somaspeed_patch.patch().sites}
+    assert shown["toy/twice"] == shown["toy/answer"] == ("patched", "")
+
+
 def test_an_unfit_host_is_left_native_with_one_warning(use, host, caplog):
     use(toy(requires=("pytest<1",)))
     with caplog.at_level(logging.WARNING):

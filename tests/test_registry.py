@@ -76,6 +76,13 @@ def test_a_make_that_raises_undoes_the_others(host):
     assert snapshot(host) == before
 
 
+def test_parameters_that_a_later_host_adds_are_optional_by_name(host):
+    registry.with_parameters(host.fn, ["a", "b"], optional=["c"])
+    registry.with_parameters(host.fn, ["a"], optional=["b"])
+    with pytest.raises(AttributeError, match=r"fn takes \(a, b\), expected \(a\)"):
+        registry.with_parameters(host.fn, ["a"], optional=["c"])
+
+
 def test_somebody_elses_patch_stops_the_whole_revert(host):
     registry.apply("a", [patch_of("fn"), patch_of("Base.step")])
     patched_step = vars(host.Base)["step"]

@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 HOST = "lerobot.policies.pi05.modeling_pi05"
 
+# LeRobot main (0.6.2) passes these too: a clean action prefix (training-time RTC) and a memory of states.
+LATER_INPUTS = ("prefix_mask", "states", "state_masks")
+_LATER_OPTIONS = ("rtc_training_max_delay", "use_visual_memory", "use_proprioceptive_memory")
+
 _failed: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # by model, then site: why
 _layers: dict[str, CompiledLayer] = {}
 _host_layer: list[Any] = []  # the host's compute_layer_complete as it was when we patched
@@ -43,11 +47,17 @@ def training_forward(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: di
     if torch.compiler.is_compiling():  # inside a compiled region of the user's: trace the host's own code
         return wrapped(*args, **kwargs)
     site = sites.site("pi05/frozen_prefix", f"{HOST}:PI05Pytorch.forward")
-    why = refusal(model)
+    why = refusal(model) or _later_input(args[7:], kwargs)
     if why is not None:
         site.declined(why)
         return wrapped(*args, **kwargs)
     return _or_hosts(site, model, partial(split_forward, model), wrapped, args, kwargs)
+
+
+def _later_input(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call with inputs of a later host is the host's own, or None where they are not used."""
+    used = [value for value in (*rest, *(kwargs.get(name) for name in LATER_INPUTS)) if value is not None]
+    return f"one of {', '.join(LATER_INPUTS)} is given" if used else None
 
 
 def _or_hosts(
@@ -76,6 +86,9 @@ def refusal(model: Any) -> str | None:
         return _failed[model]["pi05/frozen_prefix"]
     if sys.modules[HOST].compute_layer_complete is not _host_layer[0]:
         return "somebody replaced compute_layer_complete, which the split forward would not call"
+    later = next((name for name in _LATER_OPTIONS if getattr(model.config, name, False)), None)
+    if later is not None:
+        return f"the policy has {later}"
     joint = model.paligemma_with_expert
     kv_heads = joint.paligemma.config.text_config.num_key_value_heads
     if kv_heads != 1:
@@ -93,6 +106,8 @@ def split_forward(
     actions: Tensor,
     noise: Tensor,
     time: Tensor,
+    *_unused: None,
+    **_unset: None,
 ) -> Tensor:
     """The flow-matching loss [B, S, A] of PI05Pytorch.forward, with the prefix outside the gradient.
 
@@ -217,7 +232,7 @@ def frozen_vision(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # inference stays the host's
         return wrapped(*args, **kwargs)
     site = sites.site("pi05/frozen_vision", f"{HOST}:PI05Pytorch.embed_prefix")
-    why = _vision_refusal(model, site)
+    why = _vision_refusal(model, site) or _later_input(args[4:], kwargs)
     if why is not None:
         site.declined(why)
         return wrapped(*args, **kwargs)
@@ -229,12 +244,20 @@ def _vision_refusal(model: Any, site: Site) -> str | None:
         return "frozen_vision is off"
     if model in _failed and site.site in _failed[model]:
         return _failed[model][site.site]
+    if getattr(model.config, "use_visual_memory", False):
+        return "the policy has use_visual_memory"
     why = frozen.why_not_frozen(model.paligemma_with_expert.paligemma.model.vision_tower)
     return None if why is None else f"the vision tower is not frozen: {why}"
 
 
 def _embed_with_frozen_vision(
-    model: Any, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
+    model: Any,
+    images: list[Tensor],
+    img_masks: list[Tensor],
+    tokens: Tensor,
+    masks: Tensor,
+    *_unused: None,
+    **_unset: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What embed_prefix returns: embeddings [B, N, W], pad mask and attention mask [B, N] bool."""
     joint = model.paligemma_with_expert
