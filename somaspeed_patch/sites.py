@@ -18,7 +18,7 @@ from typing import Any
 from somaspeed_patch._version import __version__
 
 PATCHED, NATIVE, WAITING = "patched", "native", "waiting"
-_LONG = 60  # columns
+_LONG = 30  # columns
 
 
 @dataclass(kw_only=True)

@@ -190,10 +190,11 @@ def test_every_tile_size_gives_the_same_answer():
 def test_opcheck():
     data, keys = _inputs("a sample without context", torch.float32)
     args = (*_leaves(data), keys["len_a"], None, 0.25)
-    torch.library.opcheck(torch.ops.somaspeed.split_attn_fwd.default, args)
+    forward = torch.library.opcheck(torch.ops.somaspeed.split_attn_fwd.default, args)
     o, lse = (x.detach() for x in torch.ops.somaspeed.split_attn_fwd(*args))
     backward_args = (o, *(x.detach() for x in args[:5]), keys["len_a"], None, o, lse, 0.25, True, True)
-    torch.library.opcheck(torch.ops.somaspeed.split_attn_bwd.default, backward_args)
+    backward = torch.library.opcheck(torch.ops.somaspeed.split_attn_bwd.default, backward_args)
+    assert set(forward.values()) == set(backward.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
