@@ -35,6 +35,7 @@ def add_arguments(subparsers: Any) -> None:
         action="store_true",
         help="the training step alone, by the recipe's section `synthetic`",
     )
+    parser.add_argument("--profile", action="store_true", help="with --synthetic: each arm's largest kernels")
     parser.set_defaults(command=main)
 
 
@@ -73,7 +74,7 @@ def _synthetic(args: argparse.Namespace) -> int:
     recipe = synthetic_recipe.load(args.recipe).chosen(args.arms, args.repeats)
     out = args.out or _default_out(f"{recipe.name}-synthetic")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = synthetic.run(recipe, device=device, say=_say, budget=args.budget)
+    found = synthetic.run(recipe, device=device, say=_say, budget=args.budget, profiled=args.profile)
     write_json(out / "results.json", found)
     print(json.dumps(found, indent=2) if args.json else synthetic.table(found))
     _say(f"written: {out / 'results.json'}")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from somaspeed_patch import patched, report
-from somaspeed_patch.ab import machine, synthetic_gate
+from somaspeed_patch.ab import machine, synthetic_gate, synthetic_profile
 from somaspeed_patch.ab.results import spread
 from somaspeed_patch.ab.synthetic_pi05 import PHASES, Subject
 from somaspeed_patch.ab.synthetic_recipe import Synthetic, SyntheticArm
@@ -25,12 +25,19 @@ Cell = tuple[SyntheticArm, int]
 
 
 def run(
-    recipe: Synthetic, *, device: torch.device, say: Callable[[str], None], budget: float | None
+    recipe: Synthetic,
+    *,
+    device: torch.device,
+    say: Callable[[str], None],
+    budget: float | None = None,
+    profiled: bool = False,
 ) -> dict[str, Any]:
     """Gate, then measure; plain data out.
 
     Args:
+        say: told each line of progress.
         budget: seconds after which no further repeat is begun.
+        profiled: add each cell's largest kernels, from one more update after its first repeat.
     """
     started = time.monotonic()
     subject = Subject(recipe, device)
@@ -45,7 +52,8 @@ def run(
         for cell in cells if index % 2 == 0 else reversed(cells):
             late = budget is not None and time.monotonic() - started > budget
             if not late and not _failed(repeats[cell]):
-                repeats[cell].append(_measure(recipe, subject, *cell, first=index == 0))
+                run_of_cell = _measure(recipe, subject, *cell, first=index == 0, profiled=profiled)
+                repeats[cell].append(run_of_cell)
                 say(_line(cell, repeats[cell][-1]))
     return _results(recipe, device, gates, repeats)
 
@@ -73,7 +81,7 @@ def _arranged(subject: Subject, arm: SyntheticArm) -> ExitStack:
 
 
 def _measure(
-    recipe: Synthetic, subject: Subject, arm: SyntheticArm, batch: int, *, first: bool
+    recipe: Synthetic, subject: Subject, arm: SyntheticArm, batch: int, *, first: bool, profiled: bool
 ) -> dict[str, Any]:
     """One repeat of one cell: its updates' seconds, peak memory and sites; or why there is none."""
     _clean(subject)
@@ -85,12 +93,14 @@ def _measure(
                 subject.update(data)
             warm = time.perf_counter() - begun
             updates = [subject.update(data) for _ in range(recipe.steps)]
-            sites = _ran_since(before)
+            found = {"sites": _ran_since(before), "peak_gib": _peak(subject.device)}
+            if first and profiled:
+                found["profile"] = synthetic_profile.largest(subject, data)
     except torch.OutOfMemoryError:
         return {"failure": "out of memory"}
     except Exception as error:  # an arm that fails is a result; the others still run
         return {"failure": f"{type(error).__name__}: {error}"[:400]}
-    return {"updates": updates, "warmup_seconds": warm, "peak_gib": _peak(subject.device), "sites": sites}
+    return {"updates": updates, "warmup_seconds": warm, **found}
 
 
 def _counts() -> dict[str, tuple[int, int, int]]:
@@ -173,8 +183,8 @@ def _cell(arm: SyntheticArm, batch: int, runs: list[Any]) -> dict[str, Any]:
         "phase_seconds": {phase: statistics.median(update[phase] for update in every) for phase in PHASES},
         "peak_allocated_gib": max(run["peak_gib"] for run in finished),
         "first_warmup_seconds": finished[0]["warmup_seconds"],
-        "loss_first": every[0]["loss"],
         "sites": finished[-1]["sites"],
+        "profile": finished[0].get("profile"),
     }
 
 

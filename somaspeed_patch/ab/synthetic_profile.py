@@ -1,0 +1,42 @@
+"""Where the time of one update goes: its largest kernels, by torch.profiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from somaspeed_patch.ab.synthetic_pi05 import Subject
+
+TOP = 20
+
+
+def largest(subject: Subject, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Total ms of one update's kernels (on a CPU: operators); the largest with ms, share and count."""
+    cuda = subject.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as seen:
+        subject.update(batch)
+    events = [event for event in seen.key_averages() if _milliseconds(event, cuda) > 0]
+    total = sum(_milliseconds(event, cuda) for event in events)
+    events.sort(key=lambda event: -_milliseconds(event, cuda))
+    return {
+        "total_ms": total,
+        "largest": [
+            {
+                "name": event.key[:120],
+                "ms": _milliseconds(event, cuda),
+                "share": _milliseconds(event, cuda) / total,
+                "count": event.count,
+            }
+            for event in events[:TOP]
+        ],
+    }
+
+
+def _milliseconds(event: Any, cuda: bool) -> float:
+    """Its own time: a kernel's on the GPU, an operator's without what it calls on a CPU."""
+    if not cuda:
+        return float(event.self_cpu_time_total) / 1e3
+    return float(event.self_device_time_total) / 1e3 if event.device_type.name == "CUDA" else 0.0

@@ -1,0 +1,138 @@
+"""`somaspeed ab --synthetic` on a tiny pi0.5: the gate, the figures, and what it says of failures."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from somaspeed_patch.ab import synthetic, synthetic_gate, synthetic_recipe
+from somaspeed_patch.ab.yaml_reader import RecipeError
+
+RECIPE = """
+description: tiny
+host: lerobot-train
+steps: 1
+arms:
+  native: { targets: none }
+synthetic:
+  model: pi05
+  size: micro
+  dtype: bfloat16
+  slots: 48
+  tokens: 20
+  chunk: 5
+  warmup: 1
+  steps: 2
+  repeats: 2
+  arms:
+    native: { batches: [2, 4] }
+    native_checkpointed: { policy: { gradient_checkpointing: true }, batches: [2] }
+    patched: { patched: true, batches: [2] }
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("synthetic") / "tiny.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def changed(path, old, new):
+    other = path.with_name("changed.yaml")
+    other.write_text(path.read_text().replace(old, new))
+    return str(other)
+
+
+@pytest.fixture(scope="module")
+def results(recipe_file):
+    out = recipe_file.parent / "out"
+    command = [sys.executable, "-m", "somaspeed_patch", "ab", str(recipe_file), "--synthetic", "--profile"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "gate patched: green" in done.stdout
+    return json.loads((out / "results.json").read_text())
+
+
+def test_the_gate_compares_every_gradient_with_fp32(results):
+    verdict = results["gate"]["patched"]
+    assert verdict["green"]
+    assert 0 < verdict["worst_parameter"]["share"] <= 1
+    assert verdict["gradients_of_one_arm_only"] == []
+    assert verdict["loss"]["patched"] == pytest.approx(verdict["loss"]["fp32"], rel=1e-2)
+
+
+def test_every_arm_and_batch_has_its_repeats_and_its_own_calls(results):
+    cells = {(cell["arm"], cell["batch"]): cell for cell in results["cells"]}
+    assert set(cells) == {("native", 2), ("native", 4), ("native_checkpointed", 2), ("patched", 2)}
+    assert all(len(cell["samples_per_second"]["repeats"]) == 2 for cell in cells.values())
+    assert cells["native", 2]["sites"] == []
+    ran = {site["site"]: site for site in cells["patched", 2]["sites"]}
+    assert ran["pi05/frozen_prefix"]["calls"] == 3  # a second repeat: one update to warm up, two timed
+
+
+def test_the_profile_adds_up(results):
+    profile = next(cell["profile"] for cell in results["cells"] if cell["arm"] == "patched")
+    assert sum(kernel["share"] for kernel in profile["largest"]) <= 1
+    largest = [kernel["ms"] for kernel in profile["largest"]]
+    assert largest == sorted(largest, reverse=True)
+    assert largest[0] / profile["total_ms"] == pytest.approx(profile["largest"][0]["share"])
+
+
+def test_ratios_are_to_the_best_native_arm(results):
+    compared = results["comparison"]
+    best = compared["best_native"]
+    assert compared[best["arm"]]["ratio_to_best_native"] == 1.0
+    speed = compared["patched"]["samples_per_second_steady"]
+    assert compared["patched"]["ratio_to_best_native"] == pytest.approx(
+        speed / compared[best["arm"]]["samples_per_second_steady"]
+    )
+    assert set(compared["patched"]["ratio_at_equal_batch"]) == {"2"}
+
+
+def test_a_red_gate_has_no_figures(recipe_file, monkeypatch):
+    recipe = synthetic_recipe.load(str(recipe_file)).chosen("native,patched", 1)
+    judge = synthetic_gate.judge
+
+    def doubled(exact, native, ours):
+        return judge(exact, native, (ours[0], {name: 2 * gradient for name, gradient in ours[1].items()}))
+
+    monkeypatch.setattr(synthetic_gate, "judge", doubled)
+    found = synthetic.run(recipe, device=torch.device("cpu"), say=lambda line: None)
+    assert not found["gate"]["patched"]["green"]
+    assert {cell["arm"] for cell in found["cells"]} == {"native"}
+    assert "RED, no figures" in synthetic.table(found)
+
+
+def test_an_arm_that_does_not_fit_is_a_line_and_the_others_run(recipe_file, monkeypatch):
+    recipe = synthetic_recipe.load(str(recipe_file)).chosen("native", 1)
+    update = synthetic.Subject.update
+
+    def full(self, batch):
+        if len(batch["action"]) == 4:
+            raise torch.OutOfMemoryError("full")
+        return update(self, batch)
+
+    monkeypatch.setattr(synthetic.Subject, "update", full)
+    found = synthetic.run(recipe, device=torch.device("cpu"), say=lambda line: None)
+    assert [cell.get("failure") for cell in found["cells"]] == [None, "out of memory"]
+    assert "out of memory" in synthetic.table(found)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("model: pi05", "model: pi06", r":8: synthetic.model: expected one of pi05, but is 'pi06'"),
+        ("slots: 48", "slot: 48", r":11: synthetic.slot: unknown key; did you mean slots\?"),
+        ("tokens: 20", "tokens: 64", r":12: synthetic.tokens: must be at most slots, 48, but is 64"),
+        ("batches: [2, 4]", "batches: []", r"arms.native.batches: expected a list of batch sizes"),
+        ("patched: true,", "patched: yes please,", r"arms.patched.patched: expected true or false"),
+        ("gradient_checkpointing", "checkpointing", r"unknown key; did you mean gradient_checkpointing\?"),
+        ("synthetic:", "synthetics:", r"synthetic: missing; --synthetic needs this section"),
+    ],
+)
+def test_a_wrong_section_is_named_with_file_line_and_key(recipe_file, old, new, text):
+    with pytest.raises(RecipeError, match=text):
+        synthetic_recipe.load(changed(recipe_file, old, new))
