@@ -1,4 +1,4 @@
-"""The command line: `somaspeed run | report | features | ab`."""
+"""The command line: `somaspeed run | report | features | doctor | ab`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     shown.set_defaults(command=_report)
     table = commands.add_parser("features", help="every feature: what it changes, exact or not, its default")
     table.set_defaults(command=_features)
+    doctor = commands.add_parser("doctor", help="check this environment: hosts, GPU, compiler, kernel")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(command=_doctor)
     importlib.import_module("somaspeed_patch.ab.cli").add_arguments(commands)
     return parser
 
@@ -114,6 +117,14 @@ def _features(_: argparse.Namespace) -> int:
             )
     Console().print(table)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from somaspeed_patch import doctor
+
+    found = doctor.examine()
+    print(json.dumps(doctor.to_list(found), indent=2) if args.json else doctor.table(found))
+    return doctor.exit_code(found)
 
 
 def _exactness(feature: features.Feature) -> str:
