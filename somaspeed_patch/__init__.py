@@ -3,13 +3,12 @@
     import somaspeed_patch
     somaspeed_patch.patch()
 
-import/patch:  patch() -> for each adapter: REQUIRES fits the installed host? -> PATCHES -> registry.apply
-(all or
-               none) -> report
+import/patch:  patch() -> for each adapter: REQUIRES fits the installed host? -> PATCHES
+               -> registry.apply (all or none) -> report
 step:          host calls its own name -> adapter's hook -> kernels.<op>(...)
 undo:          unpatch() -> ledger backwards -> vars() of every touched object as before
-ab:            recipes/<run>.yaml -> arms as child processes, interleaved -> parity gate -> results JSON ->
-table
+ab:            recipes/<run>.yaml -> arms as child processes, interleaved -> parity gate
+               -> results JSON -> table
 
 Importing this package imports neither torch nor any host.
 """

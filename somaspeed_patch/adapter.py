@@ -17,12 +17,12 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 
 from somaspeed_patch.features import Feature
 from somaspeed_patch.registry import Patch
+from somaspeed_patch.versions import installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,24 +56,17 @@ class Adapter:
 
     def host_missing(self) -> bool:
         """Whether a required distribution is not installed at all."""
-        return any(_installed(Requirement(text).name) is None for text in self.requires)
+        return any(installed(Requirement(text).name) is None for text in self.requires)
 
 
 def _misfit(requirement: str) -> str | None:
     wanted = Requirement(requirement)
-    found = _installed(wanted.name)
+    found = installed(wanted.name)
     if found is None:
         return f"needs {requirement}, but {wanted.name} is not installed"
     if not wanted.specifier.contains(found, prereleases=True):
         return f"needs {requirement}, found {found}"
     return None
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 @cache

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import wrapt
 
-from somaspeed_patch import features, registry, sites
+from somaspeed_patch import features, registry, sites, versions
 from somaspeed_patch.adapter import Adapter, adapters
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,9 @@ def snapshot() -> sites.Report:
         if adapter.refresh is not None:
             adapter.refresh()
     return sites.Report(
-        sites=tuple(replace(site) for site in sites.every()), features=features.values(), versions=_versions()
+        sites=tuple(replace(site) for site in sites.every()),
+        features=features.values(),
+        versions=versions.table(_VERSIONS),
     )
 
 
@@ -162,8 +163,7 @@ def _activate(adapter: Adapter, explicit: bool) -> None:
         )
         return
     _active[adapter.name] = adapter
-    for feature in adapter.features:
-        site = sites.site(f"{adapter.name}/{feature.name}", feature.changes)
+    for _, site in _feature_sites(adapter):
         site.status, site.reason = sites.PATCHED, ""
     for module in adapter.modules:
         if module in sys.modules:
@@ -208,23 +208,21 @@ def _mark(adapter: Adapter, status: str, reason: str, module: str | None = None)
             site = sites.site(adapter.site(one), one.target)
             site.status, site.reason = status, reason
     if module is None:
-        for feature in adapter.features:
-            site = sites.site(f"{adapter.name}/{feature.name}", feature.changes)
+        for _, site in _feature_sites(adapter):
             site.status, site.reason = status, reason
 
 
 def _mark_features(adapter: Adapter) -> None:
-    """Features without a patch of their own are decided by their value; a switched off one is native."""
-    patched_sites = {adapter.site(one) for one in adapter.patches}
-    for feature in adapter.features:
-        site = sites.site(f"{adapter.name}/{feature.name}", feature.changes)
+    """A switched off feature is native; switched on again, it is patched."""
+    for feature, site in _feature_sites(adapter):
         if not features.value(feature.name):
             site.status, site.reason = sites.NATIVE, "off"
-        elif site.site not in patched_sites:
-            site.status = sites.PATCHED
-            site.reason = "" if site.reason == "off" else site.reason
         elif site.reason == "off":
             site.status, site.reason = sites.PATCHED, ""
+
+
+def _feature_sites(adapter: Adapter) -> list[tuple[features.Feature, sites.Site]]:
+    return [(one, sites.site(f"{adapter.name}/{one.name}", one.changes)) for one in adapter.features]
 
 
 def _export() -> None:
@@ -241,13 +239,3 @@ def _export() -> None:
         os.environ.pop(ENVIRONMENT, None)
     else:
         os.environ[ENVIRONMENT] = before
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in _VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

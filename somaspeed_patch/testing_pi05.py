@@ -134,6 +134,21 @@ def make_dataset(root: Path, *, episodes: int = 3, frames: int = 12, side: int =
     dataset.finalize()
 
 
+def loss_and_gradients(
+    policy: Any, batch: dict[str, Tensor], seed: int = 7
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One training step without the update, under the autocast that the policy's dtype asks for.
+
+    Returns: the loss, and the gradient of every parameter that has one, by name.
+    """
+    policy.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    with torch.autocast(policy.config.device, torch.bfloat16, enabled=policy.config.dtype == "bfloat16"):
+        loss, _ = policy.forward(batch)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
+
+
 def _language_mask(batch_size: int, slots: int, lengths: Sequence[int] | None) -> Tensor:
     """[B, slots], True at the first `lengths[b]` slots."""
     lengths = [slots] * batch_size if lengths is None else lengths

@@ -6,6 +6,7 @@ from torch._dynamo.utils import counters
 
 import somaspeed_patch
 from somaspeed_patch.pi05 import compiled
+from somaspeed_patch.testing_pi05 import loss_and_gradients as step
 from somaspeed_patch.testing_pi05 import make_batch, make_policy
 
 
@@ -14,15 +15,6 @@ def without_inductor(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     counters.clear()
-
-
-def step(policy, batch):
-    policy.zero_grad(set_to_none=True)
-    torch.manual_seed(7)
-    with torch.autocast("cpu", torch.bfloat16, enabled=policy.config.dtype == "bfloat16"):
-        loss, _ = policy.forward(batch)
-    loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
 
 
 def site():

@@ -8,6 +8,7 @@ import torch
 
 import somaspeed_patch
 from somaspeed_patch.pi05 import hints
+from somaspeed_patch.testing_pi05 import loss_and_gradients as step
 from somaspeed_patch.testing_pi05 import make_batch, make_policy
 
 pytestmark = pytest.mark.gpu
@@ -18,15 +19,6 @@ def policy_and_batch(dtype, **config):
     policy = make_policy(train_expert_only=True, cameras=2, device="cuda", dtype=dtype, **config)
     batch = make_batch(policy, batch_size=8, language_lengths=[48, 7, 1, 20, 3, 30, 0, 9])
     return policy, batch
-
-
-def step(policy, batch):
-    policy.zero_grad(set_to_none=True)
-    torch.manual_seed(7)
-    with torch.autocast("cuda", torch.bfloat16, enabled=policy.config.dtype == "bfloat16"):
-        loss, _ = policy.forward(batch)
-    loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
 
 
 def counts(site):

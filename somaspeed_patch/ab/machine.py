@@ -6,21 +6,16 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from somaspeed_patch.versions import table
 
 _PACKAGES = ("torch", "triton", "lerobot", "transformers", "accelerate", "somaspeed-patch")
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that decide the result."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return table(_PACKAGES)
 
 
 def processor() -> dict[str, str | int]:

@@ -52,9 +52,9 @@ def run(
         for cell in cells if index % 2 == 0 else reversed(cells):
             late = budget is not None and time.monotonic() - started > budget
             if not late and not _failed(repeats[cell]):
-                run_of_cell = _measure(recipe, subject, *cell, first=index == 0, profiled=profiled)
-                repeats[cell].append(run_of_cell)
-                say(_line(cell, repeats[cell][-1]))
+                found = _measure(recipe, subject, *cell, first=index == 0, profiled=profiled)
+                repeats[cell].append(found)
+                say(_line(cell, found))
     return _results(recipe, device, gates, repeats)
 
 

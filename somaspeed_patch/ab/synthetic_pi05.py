@@ -22,9 +22,8 @@ class Subject:
 
     def __init__(self, recipe: Synthetic, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
-        torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = (
-            True  # as lerobot-train sets them
-        )
+        # As lerobot-train sets them.
+        torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = True
         self.policy = _build(recipe, device)
         preset = self.policy.config.get_optimizer_preset()
         self.max_norm = preset.grad_clip_norm

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from somaspeed_patch import features, sites
-from somaspeed_patch.pi05 import expert, frozen, hints, prefix
+from somaspeed_patch.pi05 import expert, frozen, prefix
 from somaspeed_patch.pi05.compiled import CompiledLayer, compile_vision, eager_vision
 from somaspeed_patch.sites import Site
 
@@ -46,7 +46,7 @@ def training_forward(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: di
     """PI05Pytorch.forward: the element-wise loss [B, S, action], by the split forward or by the host's."""
     if torch.compiler.is_compiling():  # inside a compiled region of the user's: trace the host's own code
         return wrapped(*args, **kwargs)
-    site = sites.site("pi05/frozen_prefix", f"{HOST}:PI05Pytorch.forward")
+    site = sites.site("pi05/frozen_prefix")
     why = refusal(model) or _later_input(args[7:], kwargs)
     if why is not None:
         site.declined(why)
@@ -133,7 +133,7 @@ def _prefix(
 ) -> prefix.Prefix:
     trunk = _trunk(model, tokens.device)
     layout = prefix.plan(img_masks, masks, _image_tokens(trunk), bool(features.value("compact_tokens")))
-    _count_compaction(masks)
+    _count_compaction(layout)
     embeddings = _embed(trunk, images, tokens, layout, _compiling(model))
     if _is_bf16(trunk):
         embeddings = embeddings.to(torch.bfloat16)
@@ -163,7 +163,7 @@ def _trunk(model: Any, device: torch.device) -> Any:
     if dtype is None and not _compiling(model):
         return host
     if dtype is not None:
-        sites.site("pi05/cast_once", "weights of frozen Linear and Conv2d modules").ran()
+        sites.site("pi05/cast_once").ran()
     return frozen.working_copy(host, dtype)
 
 
@@ -201,7 +201,7 @@ def _compiling(model: Any) -> bool:
 
 
 def _compile_site() -> Site:
-    return sites.site("pi05/compile", "layers of SigLIP, of the frozen Gemma and of the expert")
+    return sites.site("pi05/compile")
 
 
 def _attention() -> str | None:
@@ -217,11 +217,11 @@ def _image_tokens(trunk: Any) -> int:
     return int(trunk.vision_tower.vision_model.embeddings.num_patches)
 
 
-def _count_compaction(masks: Tensor) -> None:
-    site = sites.site("pi05/compact_tokens", f"{HOST}:PI05Pytorch.embed_prefix")
+def _count_compaction(layout: prefix.Layout) -> None:
+    site = sites.site("pi05/compact_tokens")
     if not features.value("compact_tokens"):
         site.declined("compact_tokens is off")
-    elif hints.of(masks) is None:
+    elif not layout.lengths_known:
         site.declined("the prompts' lengths are known to the device only; every language slot is computed")
     else:
         site.ran()
@@ -231,7 +231,7 @@ def frozen_vision(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[
     """PI05Pytorch.embed_prefix in training, vision tower frozen: one no_grad call for all cameras."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # inference stays the host's
         return wrapped(*args, **kwargs)
-    site = sites.site("pi05/frozen_vision", f"{HOST}:PI05Pytorch.embed_prefix")
+    site = sites.site("pi05/frozen_vision")
     why = _vision_refusal(model, site) or _later_input(args[4:], kwargs)
     if why is not None:
         site.declined(why)
@@ -265,12 +265,13 @@ def _embed_with_frozen_vision(
     dtype = frozen.autocast_dtype(tokens.device) if features.value("cast_once") else None
     if dtype is not None:
         tower = frozen.working_copy(tower, dtype)
-    with torch.no_grad():
-        hidden = tower(torch.cat(images, dim=0).float()).last_hidden_state
-    features_CBTW = (
-        model._apply_checkpoint(projector, hidden).to(images[0].dtype).unflatten(0, (len(images), -1))
-    )
+
+    def image_features(pixels: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = tower(pixels).last_hidden_state
+        return model._apply_checkpoint(projector, hidden)
+
+    seen = prefix.embed_images(image_features, images)
     language = model._apply_checkpoint(joint.embed_language_tokens, tokens)
-    embeddings = torch.cat([features_CBTW.transpose(0, 1).flatten(1, 2), language], dim=1)
-    pad = prefix.pad_mask(img_masks, masks, features_CBTW.shape[2])
-    return embeddings, pad, torch.zeros_like(pad)
+    pad = prefix.pad_mask(img_masks, masks, seen.shape[1] // len(images))
+    return torch.cat([seen, language], dim=1), pad, torch.zeros_like(pad)

@@ -41,7 +41,7 @@ def measure(mask: Tensor) -> Valid:
     rows = mask.bool().reshape(mask.shape[0], -1)
     counts = rows.sum(1)
     longest = int(counts.max()) if counts.numel() else 0
-    leading = bool((rows.sum(1) == rows.cumprod(1).sum(1)).all())
+    leading = bool((counts == rows.cumprod(1).sum(1)).all())
     return Valid(longest, leading, bool(rows.all()))
 
 

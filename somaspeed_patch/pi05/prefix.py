@@ -30,6 +30,8 @@ class Layout:
     """[B, N] bool, before any reordering."""
     order: Tensor | None
     """[B, N] int64, the permutation that brings valid tokens to the front; None: they are there already."""
+    lengths_known: bool
+    """Whether the prompts' lengths were known without asking the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +60,28 @@ def plan(img_masks: list[Tensor], masks: Tensor, image_tokens: int, compact: boo
     if not compact:
         every = tuple(range(len(img_masks)))
         whole = pad_mask(img_masks, masks, image_tokens)
-        return Layout(cameras=every, slots=masks.shape[1], length=None, mask=whole, order=None)
-    known = [hints.of(mask) for mask in img_masks]
-    cameras = tuple(i for i, hint in enumerate(known) if hint is None or hint.longest > 0)
+        return Layout(
+            cameras=every, slots=masks.shape[1], length=None, mask=whole, order=None, lengths_known=False
+        )
+    seen = [hints.of(mask) for mask in img_masks]
+    cameras = tuple(i for i, hint in enumerate(seen) if hint is None or hint.longest > 0)
     language = hints.of(masks)
+    leading = language is not None and language.leading
     slots = masks.shape[1] if language is None else _bucket(language.longest, masks.shape[1])
-    kept = masks[:, :slots] if language is not None and language.leading else masks
-    in_front = language is not None and language.leading and all(_all_valid(img_masks[i]) for i in cameras)
-    if in_front:
-        length = (kept.sum(1) + len(cameras) * image_tokens).to(torch.int32)
-        return Layout(cameras=cameras, slots=kept.shape[1], length=length, mask=None, order=None)
-    pad = pad_mask([img_masks[i] for i in cameras], kept, image_tokens)
-    order = torch.argsort((~pad).to(torch.uint8), dim=1, stable=True)
+    kept = masks[:, :slots] if leading else masks
+    if leading and all(hint is not None and hint.every for hint in (seen[i] for i in cameras)):
+        length, order = kept.sum(1) + len(cameras) * image_tokens, None
+    else:
+        pad = pad_mask([img_masks[i] for i in cameras], kept, image_tokens)
+        length, order = pad.sum(1), torch.argsort((~pad).to(torch.uint8), dim=1, stable=True)
     return Layout(
-        cameras=cameras, slots=kept.shape[1], length=pad.sum(1).to(torch.int32), mask=None, order=order
+        cameras=cameras,
+        slots=kept.shape[1],
+        length=length.to(torch.int32),
+        mask=None,
+        order=order,
+        lengths_known=language is not None,
     )
-
-
-def _all_valid(mask: Tensor) -> bool:
-    """Whether the host knows that a camera is there in every sample."""
-    hint = hints.of(mask)
-    return hint is not None and hint.every
 
 
 def _bucket(longest: int, slots: int) -> int:
@@ -105,14 +108,20 @@ def embed(trunk: Any, images: list[Tensor], tokens: Tensor, layout: Layout) -> T
     language = trunk.language_model.get_input_embeddings()(tokens[:, : layout.slots])
     if not layout.cameras:
         return _order(language, layout.order)
-    features = embed_images(trunk.get_image_features, [images[i] for i in layout.cameras])
+    chosen = [images[i] for i in layout.cameras]
+    features = embed_images(lambda pixels: trunk.get_image_features(pixels).pooler_output, chosen)
     return _order(torch.cat([features, language], dim=1), layout.order)
 
 
-def embed_images(image_features: Callable[[Tensor], Any], images: list[Tensor]) -> Tensor:
-    """[B, C * T, W] in the images' dtype, cameras side by side as the host concatenates them."""
+def embed_images(image_features: Callable[[Tensor], Tensor], images: list[Tensor]) -> Tensor:
+    """[B, C * T, W] in the images' dtype, cameras side by side as the host concatenates them.
+
+    Args:
+        image_features: pixels [C * B, 3, height, width] fp32 -> [C * B, T, W].
+        images: [B, 3, height, width] a camera.
+    """
     pixels = torch.cat(images, dim=0)
-    features = image_features(pixels.float()).pooler_output.to(pixels.dtype)
+    features = image_features(pixels.float()).to(pixels.dtype)
     stacked = features.unflatten(0, (len(images), -1))  # [C, B, T, W]
     return stacked.transpose(0, 1).flatten(1, 2)
 
