@@ -1,0 +1,94 @@
+"""The gradients of one step, as the kernels read them: dense, in the parameter's element order."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from somaspeed_patch.optim import shards
+
+_address = Tensor.data_ptr
+_dtype = operator.attrgetter("dtype")
+_call = getattr(operator, "call", lambda reference: reference())  # Python 3.11
+
+
+class Gradients:
+    """The gradients (local parts) of the active parameters; `take` looks again, at every clip and step."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        """As autograd left them."""
+        self.references: list[weakref.ref[Tensor]] = []
+        self.dtypes: list[torch.dtype] = []
+        self.copies: dict[int, Tensor] = {}
+        """By position: copies in the parameter's element order, of those that cannot be read in place."""
+
+    # Every look at a tensor costs 0.1 us, and a step has thousands: hence map() over functions written in C.
+
+    def take(self, grads: Sequence[Tensor], params: Sequence[Tensor], distributed: bool) -> None:
+        """Note this step's gradients.
+
+        Args:
+            grads: the gradient of each of `params`.
+            params: the active parameters.
+            distributed: whether any is a DTensor.
+        """
+        if distributed:
+            pairs = zip(grads, params, strict=True)
+            grads = [shards.local(shards.gradient_like(grad, param)) for grad, param in pairs]
+        self.parts = list(grads)
+        if not self._match(self.references):
+            self.references = list(map(weakref.ref, grads))
+            self.dtypes = list(map(_dtype, grads))
+
+    def are(self, references: list[weakref.ref[Tensor]]) -> bool:
+        """Whether these are the objects that were referenced then."""
+        return references is self.references or self._match(references)
+
+    def _match(self, references: list[weakref.ref[Tensor]]) -> bool:
+        same = len(self.parts) == len(references)
+        return same and all(map(operator.is_, self.parts, map(_call, references)))
+
+    def drop(self) -> None:
+        """Hold no gradient's memory until the next `take`."""
+        self.parts, self.copies = [], {}
+
+    def addresses(self, layouts: Sequence[Tensor], all_contiguous: bool) -> list[int]:
+        """Where the kernels read each gradient; one in another element order is copied.
+
+        Args:
+            layouts: for each gradient the tensor whose element order it must have.
+            all_contiguous: whether all of those are contiguous.
+
+        Raises: RuntimeError: a sparse gradient.
+        """
+        self.copies = {}
+        if not (all_contiguous and all(map(Tensor.is_contiguous, self.parts))):
+            self._copy_others(layouts)
+        if not self.copies:
+            return list(map(_address, self.parts))
+        return [_address(self.copies.get(i, part)) for i, part in enumerate(self.parts)]
+
+    def _copy_others(self, layouts: Sequence[Tensor]) -> None:
+        for i, (part, layout) in enumerate(zip(self.parts, layouts, strict=True)):
+            if part.layout != torch.strided:
+                raise RuntimeError(
+                    "FusedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam"
+                )
+            if not same_order(part, layout):
+                self.copies[i] = torch.empty_like(layout, dtype=part.dtype).copy_(part)
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides, where a stride says anything."""
+    strides = zip(a.stride(), b.stride(), a.shape, strict=True)
+    return a.numel() == 0 or all(x == y for x, y, size in strides if size > 1)
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, each once, in whatever order."""
+    return same_order(tensor, torch.empty_like(tensor, device="meta"))

@@ -1,0 +1,183 @@
+"""Where everything is that a step needs: parameters, moments, step counts, and the kernels' tables of them.
+
+A slot is a parameter of the optimizer; those summed over the same process groups lie side by side. It is
+active while its parameter has a gradient. Nothing is assumed to have stayed where it was: `holds` compares
+objects and addresses at each clip and step, and a plan that no longer holds is made anew.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from somaspeed_patch.kernels import adamw
+from somaspeed_patch.optim import moments, nonfinite, shards
+from somaspeed_patch.optim.gradients import Gradients, dense
+from somaspeed_patch.optim.options import Options
+from somaspeed_patch.optim.upload import CapturedRows, Row
+
+_address = Tensor.data_ptr
+_grad = operator.attrgetter("grad")
+
+
+class Plan:
+    """The tables for the parameters of `groups`, all on `device`, and their `state`."""
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], state: moments.State, options: Options, device: torch.device
+    ) -> None:
+        self._options, self._state, self.device = options, state, device
+        self.listed = [param for group in groups for param in group["params"]]
+        numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
+        sums = [shards.reduction(param) for param in self.listed]
+        first = {key: place for place, key in reversed(list(enumerate(sums)))}
+        self.index = sorted(range(len(sums)), key=lambda place: first[sums[place]])
+        """Of each slot: its parameter's place in the optimizer."""
+        self.params = [self.listed[place] for place in self.index]
+        self._numbers = [numbers[place] for place in self.index]
+        self._sums = shards.neighbours([sums[place] for place in self.index])
+        self._distributed = any(shards.local(param) is not param for param in self.params)
+        self.steps = torch.zeros(len(sums), dtype=torch.float32, device=device)
+        self._views = moments.adopt_steps(state, self.params, self.steps)
+        self.gradients = Gradients()
+        self._row = Row((len(sums),), torch.int64, device)
+        self._captured = CapturedRows(self._row.tensor)
+        self._last_row: Tensor | None = None
+        self.hyper = Row((len(groups), 8), torch.float64, device)
+        self._pattern: list[bool] = []
+
+    def holds(self, params: Sequence[Tensor], state: moments.State, with_state: bool) -> bool:
+        """Whether the tables are of these parameters, in this order, at these addresses.
+
+        Args:
+            with_state: look at the state, too: `step` needs it, the norm does not.
+        """
+        if not (len(params) == len(self.listed) and all(map(operator.is_, params, self.listed))):
+            return False
+        if not self._pattern or state is not self._state or params[0].device != self.device:
+            return not self._pattern and state is self._state
+        return not with_state or (self._find() == self._addresses and self._bound.holds(state))
+
+    def refresh(self) -> bool:
+        """Look at the parameters' gradients as they are now; False if there are none."""
+        grads = list(map(_grad, self.params))
+        pattern = list(map(operator.is_not, grads, repeat(None)))
+        if pattern != self._pattern:
+            self._activate(pattern)
+        present = grads if all(pattern) else [grad for grad in grads if grad is not None]
+        self.gradients.take(present, self.active, self._distributed)
+        if self.gradients.dtypes != self._dtypes:
+            self._tile()
+        return bool(present)
+
+    def gradient_row(self, unchanged: bool = False) -> Tensor:
+        """[N] int64: where the kernels read each gradient; 0 for a slot without one.
+
+        Args:
+            unchanged: these are the very gradients of the last call.
+        """
+        if unchanged and self._last_row is not None:
+            return self._last_row
+        values = self._spread(self.gradients.addresses(self._layouts, self._all_contiguous))
+        if self.capturing() and not self._row.holds(values):
+            row = self._captured.write(values)
+        else:
+            self._row.write(values)
+            row = self._row.tensor
+        self._last_row = None if self.gradients.copies else row
+        return row
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def prepare_capture(self) -> None:
+        """What has to exist before a CUDA graph can be captured."""
+        self._captured.prepare()
+
+    def sum_squares(self) -> None:
+        """Add up the squared norms over the ranks that hold other parts of a parameter."""
+        shards.all_reduce(self.tables.squares, self._sums)
+
+    def gather_copies(self) -> None:
+        """Read the parameters that are not dense into the copies that are updated in their place."""
+        for slot, copy in self._copies.items():
+            copy.copy_(shards.local(self.params[slot]))
+
+    def scatter_copies(self) -> None:
+        """Write those copies back."""
+        for slot, copy in self._copies.items():
+            shards.local(self.params[slot]).copy_(copy)
+
+    def name_nonfinite(self, squares: Tensor, groups: Sequence[dict[str, Any]]) -> str | None:
+        """The first parameter, in the optimizer's order, whose entry of `squares` [N] is not finite."""
+        slot = nonfinite.first(squares, self.index)
+        return None if slot is None else self.name(slot, groups)
+
+    def name(self, slot: int, groups: Sequence[dict[str, Any]]) -> str:
+        """A parameter's name, or where it stands and its shape."""
+        group = groups[self._numbers[slot]]
+        place = self.index[slot] - sum(len(one["params"]) for one in groups[: self._numbers[slot]])
+        if "param_names" in group:
+            return str(group["param_names"][place])
+        return f"parameter {place} of group {self._numbers[slot]}, shape {list(self.params[slot].shape)}"
+
+    def _activate(self, pattern: list[bool]) -> None:
+        self._slots = [slot for slot, active in enumerate(pattern) if active]
+        self.active = [self.params[slot] for slot in self._slots]
+        parts = {slot: shards.local(self.params[slot].detach()) for slot in self._slots}
+        self._copies = {slot: torch.empty_like(part) for slot, part in parts.items() if not dense(part)}
+        self._layouts = [self._copies.get(slot, part) for slot, part in parts.items()]
+        self._all_contiguous = all(layout.is_contiguous() for layout in self._layouts)
+        for slot, layout in zip(self._slots, self._layouts, strict=True):
+            param = self.params[slot]
+            moments.prepare(self._state[param], param, layout, self._views[slot], self._options)
+        self._bound = moments.Bound(self._state, self.active, self._options, self._distributed)
+        self._pattern = pattern
+        self._dtypes: list[torch.dtype] = []
+        self._addresses = self._find()
+        self.pointers = self._point()
+
+    def _find(self) -> list[int]:
+        return list(map(_address, map(shards.local, self.active) if self._distributed else self.active))
+
+    def _point(self) -> Tensor:
+        """[4, N] int64: what is updated of each slot: parameter (or its copy), moments, master weight."""
+        rows = [list(map(_address, self._layouts)), *self._bound.addresses]
+        rows += [[0] * len(self.active)] * (4 - len(rows))
+        return torch.tensor([self._spread(row) for row in rows]).to(self.device)
+
+    def _spread(self, values: list[int]) -> list[int]:
+        """Values of the active slots -> of all slots, 0 where there is none."""
+        if len(values) == len(self.params):
+            return values
+        row = [0] * len(self.params)
+        for slot, value in zip(self._slots, values, strict=True):
+            row[slot] = value
+        return row
+
+    def _tile(self) -> None:
+        grads = dict(zip(self._slots, self.gradients.dtypes, strict=True))
+        slots = [self._slot(slot, grads.get(slot)) for slot in range(len(self.params))]
+        self.tables = adamw.make_tables(slots, self.device)
+        self._dtypes = self.gradients.dtypes
+
+    def _slot(self, slot: int, grad: torch.dtype | None) -> adamw.Slot:
+        param, kind = self.params[slot], adamw.UNUSED
+        if grad is not None:
+            options = self._options
+            kind = adamw.kind(
+                param.dtype, grad, options.moments(param.dtype), options.has_master(param.dtype)
+            )
+        return adamw.Slot(
+            numel=shards.local(param).numel(),
+            kind=kind,
+            group=self._numbers[slot],
+            start=shards.start(param),
+            identity=self.index[slot],
+        )
