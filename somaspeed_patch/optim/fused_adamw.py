@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from somaspeed_patch.optim import checkpoint, launch, native, shards
-from somaspeed_patch.optim.gradients import Gradients
 from somaspeed_patch.optim.nonfinite import SkippedSteps
 from somaspeed_patch.optim.options import Options
 from somaspeed_patch.optim.pending import Pending
@@ -129,7 +128,7 @@ class FusedAdamW(torch.optim.AdamW):
         except launch.KernelFailure as error:
             self._give_up(error)
             return native.clip_grad_norm_(self._params(), max_norm, raising)
-        self._pending = Pending(plan.gradients, plan.tables.shared)
+        self._pending = Pending(plan.gradients.parts, plan.tables.shared)
         plan.gradients.drop()
         return norm
 
@@ -165,8 +164,10 @@ class FusedAdamW(torch.optim.AdamW):
 
     def native_reason(self) -> str | None:
         """Why torch's own step would run now instead of the kernels, or None."""
-        groups = native.group_reason(self.param_groups)
-        return self._broken or groups or native.tensor_reason(self._params())
+        reason = self._broken or native.group_reason(self.param_groups)
+        if reason is None and self._plan is None:
+            reason = native.tensor_reason(self._params())
+        return reason
 
     def nonfinite_parameter(self) -> str | None:
         """The first parameter whose gradient was inf or NaN at the last clip; waits for the device."""
@@ -245,7 +246,7 @@ class FusedAdamW(torch.optim.AdamW):
     def _fused_step(self, plan: Plan) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         # a GradScaler that has not unscaled yet looks for inf by multiplying with one, in place
-        pending = self._claim(plan.gradients, writes=int(grad_scale is not None))
+        pending = self._claim(plan.gradients.parts, writes=int(grad_scale is not None))
         measured = pending is not None
         row = plan.gradient_row(unchanged=measured)
         if pending is not None and pending.shared is not plan.tables.shared:
@@ -272,13 +273,13 @@ class FusedAdamW(torch.optim.AdamW):
         native.step(self)
         CALLS[self._reason] += 1
 
-    def _claim(self, gradients: Gradients, writes: int) -> Pending | None:
+    def _claim(self, parts: Sequence[Tensor], writes: int) -> Pending | None:
         """The waiting clip factor, if it is of exactly these gradients."""
         pending = self._pending
-        if pending is not None and pending.holds_for(gradients, writes):
+        if pending is not None and pending.holds_for(parts, writes):
             self._pending = None
             return pending
-        self._settle(gradients.parts)
+        self._settle(parts)
         return None
 
     def _settle(self, parts: Sequence[Tensor]) -> None:

@@ -22,8 +22,9 @@ class Gradients:
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
         """As autograd left them."""
-        self.references: list[weakref.ref[Tensor]] = []
         self.dtypes: list[torch.dtype] = []
+        self._references: list[weakref.ref[Tensor]] = []
+        self._all_contiguous = True
         self.copies: dict[int, Tensor] = {}
         """By position: copies in the parameter's element order, of those that cannot be read in place."""
 
@@ -36,22 +37,18 @@ class Gradients:
             grads: the gradient of each of `params`.
             params: the active parameters.
             distributed: whether any is a DTensor.
+
+        Raises: RuntimeError: a sparse gradient.
         """
         if distributed:
             pairs = zip(grads, params, strict=True)
             grads = [shards.local(shards.gradient_like(grad, param)) for grad, param in pairs]
         self.parts = list(grads)
-        if not self._match(self.references):
-            self.references = list(map(weakref.ref, grads))
+        same = len(self.parts) == len(self._references)
+        if not (same and all(map(operator.is_, self.parts, map(_call, self._references)))):
+            self._references = list(map(weakref.ref, grads))
             self.dtypes = list(map(_dtype, grads))
-
-    def are(self, references: list[weakref.ref[Tensor]]) -> bool:
-        """Whether these are the objects that were referenced then."""
-        return references is self.references or self._match(references)
-
-    def _match(self, references: list[weakref.ref[Tensor]]) -> bool:
-        same = len(self.parts) == len(references)
-        return same and all(map(operator.is_, self.parts, map(_call, references)))
+            self._all_contiguous = _all_contiguous(self.parts)
 
     def drop(self) -> None:
         """Hold no gradient's memory until the next `take`."""
@@ -63,11 +60,9 @@ class Gradients:
         Args:
             layouts: for each gradient the tensor whose element order it must have.
             all_contiguous: whether all of those are contiguous.
-
-        Raises: RuntimeError: a sparse gradient.
         """
         self.copies = {}
-        if not (all_contiguous and all(map(Tensor.is_contiguous, self.parts))):
+        if not (all_contiguous and self._all_contiguous):
             self._copy_others(layouts)
         if not self.copies:
             return list(map(_address, self.parts))
@@ -75,12 +70,17 @@ class Gradients:
 
     def _copy_others(self, layouts: Sequence[Tensor]) -> None:
         for i, (part, layout) in enumerate(zip(self.parts, layouts, strict=True)):
-            if part.layout != torch.strided:
-                raise RuntimeError(
-                    "FusedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam"
-                )
             if not same_order(part, layout):
                 self.copies[i] = torch.empty_like(layout, dtype=part.dtype).copy_(part)
+
+
+def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except RuntimeError as error:  # a sparse tensor has no answer
+        raise RuntimeError(
+            "FusedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam"
+        ) from error
 
 
 def same_order(a: Tensor, b: Tensor) -> bool:

@@ -44,6 +44,7 @@ class Plan:
         self._distributed = any(shards.local(param) is not param for param in self.params)
         self.steps = torch.zeros(len(sums), dtype=torch.float32, device=device)
         self._views = moments.adopt_steps(state, self.params, self.steps)
+        self._watch = moments.Watch()
         self.gradients = Gradients()
         self._row = Row((len(sums),), torch.int64, device)
         self._captured = CapturedRows(self._row.tensor)
@@ -136,8 +137,9 @@ class Plan:
         self._all_contiguous = all(layout.is_contiguous() for layout in self._layouts)
         for slot, layout in zip(self._slots, self._layouts, strict=True):
             param = self.params[slot]
-            moments.prepare(self._state[param], param, layout, self._views[slot], self._options)
-        self._bound = moments.Bound(self._state, self.active, self._options, self._distributed)
+            entry = moments.prepare(self._state[param], param, layout, self._views[slot], self._options)
+            self._state[param] = moments.Entry(entry, self._watch)
+        self._bound = moments.Bound(self._state, self.active, self._watch)
         self._pattern = pattern
         self._dtypes: list[torch.dtype] = []
         self._addresses = self._find()
@@ -149,7 +151,6 @@ class Plan:
     def _point(self) -> Tensor:
         """[4, N] int64: what is updated of each slot: parameter (or its copy), moments, master weight."""
         rows = [list(map(_address, self._layouts)), *self._bound.addresses]
-        rows += [[0] * len(self.active)] * (4 - len(rows))
         return torch.tensor([self._spread(row) for row in rows]).to(self.device)
 
     def _spread(self, values: list[int]) -> list[int]:
