@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from somaspeed_patch.kernels.adamw import Tables
 from somaspeed_patch.optim import checkpoint, launch, native, shards
 from somaspeed_patch.optim.nonfinite import SkippedSteps
 from somaspeed_patch.optim.options import Options
@@ -37,7 +38,8 @@ class FusedAdamW(torch.optim.AdamW):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused:
             as in torch.optim.AdamW. `foreach` and `capturable` are only kept for checkpoints: every step can
-            be captured in a CUDA graph. `fused=True` also makes GradScaler leave unscaling to the kernels.
+            be captured in a CUDA graph, which holds until state is loaded or another set of parameters has
+            gradients. `fused=True` also makes GradScaler leave unscaling to the kernels.
         moments_dtype: of exp_avg and exp_avg_sq; None: the parameter's dtype, as in torch.
         master_weights: keep an fp32 copy of bf16 and fp16 parameters, in the state as `master`.
         stochastic_rounding: round bf16 parameters up or down at random, right on average; the random bits
@@ -97,6 +99,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._pending: Pending | None = None
         self._broken: str | None = None
         self._reason = ""
+        self._in_graphs: list[tuple[Plan, Tables]] = []  # their memory must last as long as the graphs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -121,7 +124,7 @@ class FusedAdamW(torch.optim.AdamW):
             return native.clip_grad_norm_(self._params(), max_norm, raising)
         found = plan.refresh()
         self._settle(plan.gradients.parts)
-        if not found:
+        if not found and not plan.distributed:  # other ranks may have gradients, and wait for ours
             return torch.zeros((), dtype=torch.float32, device=plan.device)
         try:
             norm = self._measure(plan, plan.gradient_row(), max_norm, raising)
@@ -264,6 +267,8 @@ class FusedAdamW(torch.optim.AdamW):
             return
         # the kernels' writes, as autograd has to see them; torch's in-place operations do the same
         torch.autograd.graph.increment_version(plan.active)
+        if plan.capturing():
+            self._in_graphs.append((plan, plan.tables))
         plan.prepare_capture()
         CALLS["triton"] += 1
 

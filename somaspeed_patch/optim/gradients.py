@@ -71,7 +71,7 @@ class Gradients:
     def _copy_others(self, layouts: Sequence[Tensor]) -> None:
         for i, (part, layout) in enumerate(zip(self.parts, layouts, strict=True)):
             if not same_order(part, layout):
-                self.copies[i] = torch.empty_like(layout, dtype=part.dtype).copy_(part)
+                self.copies[i] = torch.empty_like(layout, dtype=part.dtype, device=part.device).copy_(part)
 
 
 def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
@@ -87,8 +87,3 @@ def same_order(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape have the same strides, where a stride says anything."""
     strides = zip(a.stride(), b.stride(), a.shape, strict=True)
     return a.numel() == 0 or all(x == y for x, y, size in strides if size > 1)
-
-
-def dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, each once, in whatever order."""
-    return same_order(tensor, torch.empty_like(tensor, device="meta"))

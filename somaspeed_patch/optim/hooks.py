@@ -1,4 +1,4 @@
-"""What the adapters put in front of accelerate, LeRobot and transformers: there FusedAdamW is built and used."""
+"""What the adapters put in front of accelerate, LeRobot and transformers: building and using FusedAdamW."""
 
 from __future__ import annotations
 

@@ -131,6 +131,8 @@ class Bound:
         )
 
     def _spot_check(self) -> bool:
+        if not self._active:
+            return True
         self._turn = turn = (self._turn + 1) % len(self._active)
         entry = self._active[turn]
         return all(

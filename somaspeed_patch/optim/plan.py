@@ -17,7 +17,7 @@ from torch import Tensor
 
 from somaspeed_patch.kernels import adamw
 from somaspeed_patch.optim import moments, nonfinite, shards
-from somaspeed_patch.optim.gradients import Gradients, dense
+from somaspeed_patch.optim.gradients import Gradients, same_order
 from somaspeed_patch.optim.options import Options
 from somaspeed_patch.optim.upload import CapturedRows, Row
 
@@ -41,7 +41,7 @@ class Plan:
         self.params = [self.listed[place] for place in self.index]
         self._numbers = [numbers[place] for place in self.index]
         self._sums = shards.neighbours([sums[place] for place in self.index])
-        self._distributed = any(shards.local(param) is not param for param in self.params)
+        self.distributed = any(shards.local(param) is not param for param in self.params)
         self.steps = torch.zeros(len(sums), dtype=torch.float32, device=device)
         self._views = moments.adopt_steps(state, self.params, self.steps)
         self._watch = moments.Watch()
@@ -71,7 +71,7 @@ class Plan:
         if pattern != self._pattern:
             self._activate(pattern)
         present = grads if all(pattern) else [grad for grad in grads if grad is not None]
-        self.gradients.take(present, self.active, self._distributed)
+        self.gradients.take(present, self.active, self.distributed)
         if self.gradients.dtypes != self._dtypes:
             self._tile()
         return bool(present)
@@ -85,7 +85,7 @@ class Plan:
         if unchanged and self._last_row is not None:
             return self._last_row
         values = self._spread(self.gradients.addresses(self._layouts, self._all_contiguous))
-        if self.capturing() and not self._row.holds(values):
+        if self.capturing():
             row = self._captured.write(values)
         else:
             self._row.write(values)
@@ -98,8 +98,9 @@ class Plan:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def prepare_capture(self) -> None:
-        """What has to exist before a CUDA graph can be captured."""
-        self._captured.prepare()
+        """What has to exist before the next CUDA graph can be captured."""
+        if not self.capturing():
+            self._captured.prepare()
 
     def sum_squares(self) -> None:
         """Add up the squared norms over the ranks that hold other parts of a parameter."""
@@ -132,25 +133,34 @@ class Plan:
         self._slots = [slot for slot, active in enumerate(pattern) if active]
         self.active = [self.params[slot] for slot in self._slots]
         parts = {slot: shards.local(self.params[slot].detach()) for slot in self._slots}
-        self._copies = {slot: torch.empty_like(part) for slot, part in parts.items() if not dense(part)}
-        self._layouts = [self._copies.get(slot, part) for slot, part in parts.items()]
+        # without memory: who moves the parameters to the host wants theirs freed
+        self._layouts = [torch.empty_like(part, device="meta") for part in parts.values()]
         self._all_contiguous = all(layout.is_contiguous() for layout in self._layouts)
+        self._copies = {
+            slot: torch.empty_like(part)
+            for (slot, part), layout in zip(parts.items(), self._layouts, strict=True)
+            if not same_order(part, layout)
+        }
         for slot, layout in zip(self._slots, self._layouts, strict=True):
             param = self.params[slot]
             entry = moments.prepare(self._state[param], param, layout, self._views[slot], self._options)
             self._state[param] = moments.Entry(entry, self._watch)
         self._bound = moments.Bound(self._state, self.active, self._watch)
         self._pattern = pattern
-        self._dtypes: list[torch.dtype] = []
+        self._dtypes: list[torch.dtype] | None = None
         self._addresses = self._find()
         self.pointers = self._point()
 
     def _find(self) -> list[int]:
-        return list(map(_address, map(shards.local, self.active) if self._distributed else self.active))
+        return list(map(_address, map(shards.local, self.active) if self.distributed else self.active))
 
     def _point(self) -> Tensor:
         """[4, N] int64: what is updated of each slot: parameter (or its copy), moments, master weight."""
-        rows = [list(map(_address, self._layouts)), *self._bound.addresses]
+        params = [
+            _address(self._copies.get(slot, shards.local(param)))
+            for slot, param in zip(self._slots, self.active, strict=True)
+        ]
+        rows = [params, *self._bound.addresses]
         return torch.tensor([self._spread(row) for row in rows]).to(self.device)
 
     def _spread(self, values: list[int]) -> list[int]:
@@ -170,6 +180,11 @@ class Plan:
 
     def _slot(self, slot: int, grad: torch.dtype | None) -> adamw.Slot:
         param, kind = self.params[slot], adamw.UNUSED
+        if grad is not None and grad not in adamw.CODES:
+            raise RuntimeError(
+                f"FusedAdamW: gradients must be one of {list(adamw.CODES)}, but one of shape "
+                f"{list(param.shape)} is {grad}"
+            )
         if grad is not None:
             options = self._options
             kind = adamw.kind(

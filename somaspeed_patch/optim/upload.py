@@ -27,16 +27,12 @@ class Row:
         self._written = values
         return True
 
-    def holds(self, values: list[Any]) -> bool:
-        """Whether these are the values on the device."""
-        return values == self._written
-
 
 class CapturedRows:
     """Rows whose upload is part of a CUDA graph, which repeats it at every replay.
 
-    So each has a tensor of its own and pinned memory that stays with this object. Memory cannot be pinned
-    while a stream is captured: one buffer is always held ready.
+    Each has a tensor of its own, which no eager step overwrites, and pinned memory that stays with this
+    object. Memory cannot be pinned while a stream is captured: one buffer is always held ready.
     """
 
     def __init__(self, like: Tensor) -> None:
