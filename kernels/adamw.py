@@ -28,10 +28,9 @@ from somaspeed_patch.kernels.adamw_kernels import (
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # what triton.jit looked at, too
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-BLOCK, ITER = (
-    1024,
-    16,
-)  # 16 Ki elements a tile; 4 warps, 8 elements a thread: two 16-byte loads in flight each
+# 16 Ki elements a tile; 4 warps, 8 elements a thread: two 16-byte loads in flight. The interpreter takes
+# 10 ms a round whatever its size, so there it is one.
+BLOCK, ITER = (16384, 1) if INTERPRETED else (1024, 16)
 TILE = BLOCK * ITER
 UNUSED = -1  # the kind of a slot without a gradient
 
