@@ -143,7 +143,7 @@ def _fp32(params: list[nn.Parameter], step: int) -> list[torch.Tensor | None]:
     return [p.grad for p in shadow]
 
 
-def bf16_walk(num_steps: int, **options: Any) -> torch.Tensor:
+def bf16_walk(num_steps: int, **options: Any) -> float:
     """Mean distance walked by weights of size 0.02 under gradients that always point the same way."""
     torch.manual_seed(0)
     param = nn.Parameter((torch.randn(4096) * 0.02).to(DEVICE, options.pop("dtype", BF16)))
@@ -152,7 +152,7 @@ def bf16_walk(num_steps: int, **options: Any) -> torch.Tensor:
     for _ in range(num_steps):
         param.grad = torch.ones_like(param)
         optimizer.step()
-    return (start - param.detach().double()).mean()
+    return float((start - param.detach().double()).mean())
 
 
 def test_bf16_updates_at_a_small_lr_need_master_weights_or_stochastic_rounding() -> None:
@@ -160,9 +160,9 @@ def test_bf16_updates_at_a_small_lr_need_master_weights_or_stochastic_rounding()
     full = bf16_walk(30, dtype=FP32)
     assert full == pytest.approx(30 * 2.5e-5, rel=1e-3)
     assert bf16_walk(30) < 0.5 * full
-    assert bf16_walk(30, master_weights=True) == pytest.approx(float(full), rel=0.02)
+    assert bf16_walk(30, master_weights=True) == pytest.approx(full, rel=0.02)
     # unbiased: 4096 weights of at most 30 rounding steps of about 1e-4, so a standard error of 1 % of the way
-    assert bf16_walk(30, stochastic_rounding=True) == pytest.approx(float(full), rel=0.05)
+    assert bf16_walk(30, stochastic_rounding=True) == pytest.approx(full, rel=0.05)
     assert bf16_walk(5, stochastic_rounding=True) == bf16_walk(5, stochastic_rounding=True)
     assert bf16_walk(5, stochastic_rounding=True) != bf16_walk(5, stochastic_rounding=True, rounding_seed=1)
 
@@ -182,13 +182,14 @@ def test_master_weights_follow_fp32_and_an_outside_write() -> None:
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         for param, twin in zip(params, twins, strict=True):
-            assert torch.equal(param, twin.to(BF16))
             if param in ours.state:
-                assert torch.equal(ours.state[param]["master"], twin)
+                master = ours.state[param]["master"]
+                assert torch.equal(param, master.to(BF16))
+                torch.testing.assert_close(master, twin.detach(), rtol=5e-7, atol=1e-8)  # 6 steps' rounding
         if step == 3:  # somebody loads other weights: the master must not bring the old ones back
             with torch.no_grad():
-                params[1].fill_(0.5)
-                twins[1].fill_(0.5)
+                params[1].fill_(100.0)  # not what any master rounds to
+                twins[1].fill_(100.0)
 
 
 def test_gradients_are_divided_only_when_asked() -> None:

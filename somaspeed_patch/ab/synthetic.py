@@ -22,6 +22,7 @@ from somaspeed_patch.ab.synthetic_pi05 import PHASES, Subject
 from somaspeed_patch.ab.synthetic_recipe import Synthetic, SyntheticArm
 
 Cell = tuple[SyntheticArm, int]
+TARGETS = ("pi05", "accelerate_clip", "lerobot_optimizer")  # what touches the step that is measured
 
 
 def run(
@@ -75,7 +76,7 @@ def _arranged(subject: Subject, arm: SyntheticArm) -> ExitStack:
     """The arm's patches and the host's switches, for a with block."""
     with ExitStack() as stack:
         if arm.patched:
-            stack.enter_context(patched("pi05", **arm.features))
+            stack.enter_context(patched(*TARGETS, **arm.features))
         stack.enter_context(subject.switched(arm.policy))
         return stack.pop_all()
 
@@ -84,10 +85,10 @@ def _measure(
     recipe: Synthetic, subject: Subject, arm: SyntheticArm, batch: int, *, first: bool, profiled: bool
 ) -> dict[str, Any]:
     """One repeat of one cell: its updates' seconds, peak memory and sites; or why there is none."""
-    _clean(subject)
+    _clean(subject.device)
     before = _counts()
     try:
-        with _arranged(subject, arm):
+        with _arranged(subject, arm), subject.optimized():
             data, begun = subject.batch(batch), time.perf_counter()
             for _ in range(recipe.warmup if first else 1):
                 subject.update(data)
@@ -119,10 +120,9 @@ def _ran_since(before: dict[str, tuple[int, int, int]]) -> list[dict[str, Any]]:
     return ran
 
 
-def _clean(subject: Subject) -> None:
-    subject.forget_updates()
+def _clean(device: torch.device) -> None:
     gc.collect()
-    if subject.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

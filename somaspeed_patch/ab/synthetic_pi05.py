@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from somaspeed_patch.ab.synthetic_recipe import Synthetic
 from somaspeed_patch.pi05 import hints
@@ -25,9 +25,7 @@ class Subject:
         # As lerobot-train sets them.
         torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = True
         self.policy = _build(recipe, device)
-        preset = self.policy.config.get_optimizer_preset()
-        self.max_norm = preset.grad_clip_norm
-        self.optimizer = preset.build(self.policy.get_optim_params())
+        self._preset = self.policy.config.get_optimizer_preset()
         self._compiled: Any = None
 
     @contextmanager
@@ -46,6 +44,20 @@ class Subject:
         finally:
             vars(model).pop("forward", None)
             model.gradient_checkpointing_disable()
+
+    @contextmanager
+    def optimized(self) -> Iterator[None]:
+        """An optimizer as the trainer builds and prepares it, with the patches that are on now."""
+        from accelerate import Accelerator
+
+        self._accelerator = Accelerator(cpu=self.device.type == "cpu")
+        optimizer = self._preset.build(self.policy.get_optim_params())
+        self._optimizer = self._accelerator.prepare_optimizer(optimizer, device_placement=False)
+        try:
+            yield
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+            del self._optimizer, self._accelerator
 
     def batch(self, size: int, seed: int = 1) -> dict[str, Tensor]:
         """Random images, prompts of `tokens` real tokens, and actions, as the preprocessor leaves them."""
@@ -74,9 +86,9 @@ class Subject:
         marks.append(self._now())
         loss.backward()
         marks.append(self._now())
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm = self._accelerator.clip_grad_norm_(self.policy.parameters(), self._preset.grad_clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         values = {"loss": loss.item(), "grad_norm": norm.item()}
         marks.append(self._now())
         seconds = {
@@ -100,11 +112,6 @@ class Subject:
         if self.policy.config.dtype != "bfloat16":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
-
-    def forget_updates(self) -> None:
-        """Drop optimizer state and gradients, so that each arm's memory is its own."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.state.clear()
 
     def _now(self) -> float:
         # A phase ends when its kernels have; the three syncs a step are the same in every arm.

@@ -43,7 +43,8 @@ class FusedAdamW(torch.optim.AdamW):
         moments_dtype: of exp_avg and exp_avg_sq; None: the parameter's dtype, as in torch.
         master_weights: keep an fp32 copy of bf16 and fp16 parameters, in the state as `master`.
         stochastic_rounding: round bf16 parameters up or down at random, right on average; the random bits
-            depend on `rounding_seed`, step, parameter and element only, so replicas and resumed runs agree.
+            depend on `rounding_seed`, step, parameter and element only, so replicas and resumed runs agree,
+            and so do other numbers of shards if they are shards of dimension 0.
         nonfinite: what a gradient norm of inf or NaN does: "propagate" as torch does, "skip" the step, or
             "raise" a RuntimeError that names the first such parameter. "skip" and "raise" ask all ranks of
             `process_group`, and act on all of them alike.
@@ -124,7 +125,7 @@ class FusedAdamW(torch.optim.AdamW):
             return native.clip_grad_norm_(self._params(), max_norm, raising)
         found = plan.refresh()
         self._settle(plan.gradients.parts)
-        if not found and not plan.distributed:  # other ranks may have gradients, and wait for ours
+        if not found and not self._asks_other_ranks(plan):
             return torch.zeros((), dtype=torch.float32, device=plan.device)
         try:
             norm = self._measure(plan, plan.gradient_row(), max_norm, raising)
@@ -132,7 +133,6 @@ class FusedAdamW(torch.optim.AdamW):
             self._give_up(error)
             return native.clip_grad_norm_(self._params(), max_norm, raising)
         self._pending = Pending(plan.gradients.parts, plan.tables.shared)
-        plan.gradients.drop()
         return norm
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -154,15 +154,17 @@ class FusedAdamW(torch.optim.AdamW):
         plan = self._current_plan(with_state=True)
         if plan is None:
             self._native_step()
-        elif plan.refresh():
+        elif plan.refresh() or self._asks_other_ranks(plan):
             self._fused_step(plan)
-            plan.gradients.drop()
+            plan.release()
         self._pending = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a clip factor that `step` did not use is dropped with the gradients it belongs to."""
         self._pending = None
+        if self._plan is not None:
+            self._plan.release()
         super().zero_grad(set_to_none=set_to_none)
 
     def native_reason(self) -> str | None:
@@ -242,6 +244,10 @@ class FusedAdamW(torch.optim.AdamW):
             )
         return norm
 
+    def _asks_other_ranks(self, plan: Plan) -> bool:
+        """Whether a rank without any gradient has to take part all the same: the others wait for it."""
+        return plan.distributed or self.options.nonfinite != "propagate"
+
     def _namer(self, plan: Plan) -> Callable[[Tensor], str]:
         groups = list(self.param_groups)
         return lambda squares: plan.name_nonfinite(squares, groups) or "a parameter of another rank"
@@ -251,6 +257,7 @@ class FusedAdamW(torch.optim.AdamW):
         # a GradScaler that has not unscaled yet looks for inf by multiplying with one, in place
         pending = self._claim(plan.gradients.parts, writes=int(grad_scale is not None))
         measured = pending is not None
+        plan.bind()
         row = plan.gradient_row(unchanged=measured)
         if pending is not None and pending.shared is not plan.tables.shared:
             plan.tables.shared.copy_(pending.shared)  # the plan was made anew since the clip

@@ -26,7 +26,9 @@ class Gradients:
         self._references: list[weakref.ref[Tensor]] = []
         self._all_contiguous = True
         self.copies: dict[int, Tensor] = {}
-        """By position: copies in the parameter's element order, of those that cannot be read in place."""
+        """By position: copies in the parameter's element order and placements, where that is not theirs."""
+        self._whole: Sequence[Tensor] = ()
+        self._params: Sequence[Tensor] = ()
 
     # Every look at a tensor costs 0.1 us, and a step has thousands: hence map() over functions written in C.
 
@@ -37,22 +39,18 @@ class Gradients:
             grads: the gradient of each of `params`.
             params: the active parameters.
             distributed: whether any is a DTensor.
-
-        Raises: RuntimeError: a sparse gradient.
         """
-        if distributed:
-            pairs = zip(grads, params, strict=True)
-            grads = [shards.local(shards.gradient_like(grad, param)) for grad, param in pairs]
-        self.parts = list(grads)
+        self._whole, self._params = (grads, params) if distributed else ((), ())
+        self.parts = list(map(shards.local, grads)) if distributed else list(grads)
         same = len(self.parts) == len(self._references)
         if not (same and all(map(operator.is_, self.parts, map(_call, self._references)))):
             self._references = list(map(weakref.ref, grads))
             self.dtypes = list(map(_dtype, grads))
-            self._all_contiguous = _all_contiguous(self.parts)
+            self._all_contiguous = all(map(Tensor.is_contiguous, self.parts))
 
     def drop(self) -> None:
         """Hold no gradient's memory until the next `take`."""
-        self.parts, self.copies = [], {}
+        self.parts, self.copies, self._whole = [], {}, ()
 
     def addresses(self, layouts: Sequence[Tensor], all_contiguous: bool) -> list[int]:
         """Where the kernels read each gradient; one in another element order is copied.
@@ -60,8 +58,14 @@ class Gradients:
         Args:
             layouts: for each gradient the tensor whose element order it must have.
             all_contiguous: whether all of those are contiguous.
+
+        Raises: RuntimeError: a sparse gradient.
         """
-        self.copies = {}
+        self.copies = {
+            i: shards.local(shards.gradient_like(grad, param))
+            for i, (grad, param) in enumerate(zip(self._whole, self._params, strict=True))
+            if not shards.alike(grad, param)
+        }
         if not (all_contiguous and self._all_contiguous):
             self._copy_others(layouts)
         if not self.copies:
@@ -69,18 +73,14 @@ class Gradients:
         return [_address(self.copies.get(i, part)) for i, part in enumerate(self.parts)]
 
     def _copy_others(self, layouts: Sequence[Tensor]) -> None:
-        for i, (part, layout) in enumerate(zip(self.parts, layouts, strict=True)):
+        for i, layout in enumerate(layouts):
+            part = self.copies.get(i, self.parts[i])
+            if part.layout != torch.strided:
+                raise RuntimeError(
+                    "FusedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam"
+                )
             if not same_order(part, layout):
                 self.copies[i] = torch.empty_like(layout, dtype=part.dtype, device=part.device).copy_(part)
-
-
-def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
-    try:
-        return all(map(Tensor.is_contiguous, tensors))
-    except RuntimeError as error:  # a sparse tensor has no answer
-        raise RuntimeError(
-            "FusedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam"
-        ) from error
 
 
 def same_order(a: Tensor, b: Tensor) -> bool:

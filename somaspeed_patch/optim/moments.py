@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
@@ -15,6 +14,8 @@ from somaspeed_patch.optim.gradients import same_order
 from somaspeed_patch.optim.options import Options
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_address = Tensor.data_ptr
+_step = operator.itemgetter("step")
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
@@ -34,17 +35,14 @@ def adopt_steps(state: State, params: Sequence[Tensor], steps: Tensor) -> list[T
     return views
 
 
-def prepare(
-    entry: dict[str, Any], param: Tensor, layout: Tensor, step: Tensor, options: Options
-) -> dict[str, Any]:
-    """One parameter's complete state: `step`, `exp_avg`, `exp_avg_sq`, and `master` where it has one.
+def prepare(entry: dict[str, Any], param: Tensor, layout: Tensor, step: Tensor, options: Options) -> None:
+    """Complete one parameter's state: `step`, `exp_avg`, `exp_avg_sq`, and `master` where it has one.
 
     Args:
         entry: its state; empty before its first step.
         layout: a tensor with the element order that the local part is updated in.
         step: what becomes `step` of an empty entry.
     """
-    entry = dict(entry)
     if not entry:
         entry["step"] = step
         for name in MOMENTS:
@@ -54,7 +52,6 @@ def prepare(
         entry[name] = _as(entry[name], param, layout, options.moments(param.dtype))
     if options.has_master(param.dtype):
         entry["master"] = _as(entry.get("master", param.detach()), param, layout, torch.float32)
-    return entry
 
 
 def _as(value: Tensor, param: Tensor, layout: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,82 +61,38 @@ def _as(value: Tensor, param: Tensor, layout: Tensor, dtype: torch.dtype) -> Ten
     return fresh.copy_(value).detach()
 
 
-class Watch:
-    """Set by an `Entry` in which something was replaced."""
-
-    touched = False
-
-
-class Entry(dict[str, Any]):
-    """One parameter's state, which tells when somebody puts another tensor into it.
-
-    To compare every moment with the one of the last step instead costs 0.2 ms a step for 500 parameters.
-    Copied and pickled as the plain dict that torch would have.
-    """
-
-    __slots__ = ("watch",)
-
-    def __init__(self, entry: dict[str, Any], watch: Watch) -> None:
-        super().__init__(entry)
-        self.watch = watch
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
-
-
-def _noticed(name: str) -> Callable[..., Any]:
-    method = getattr(dict, name)
-
-    @functools.wraps(method)
-    def wrapper(self: Entry, *args: Any, **kwargs: Any) -> Any:
-        self.watch.touched = True
-        return method(self, *args, **kwargs)
-
-    return wrapper
-
-
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(Entry, _name, _noticed(_name))
-
-
 class Bound:
-    """The state that a set of tables was made for: whether it still is there.
+    """The state that a set of tables was made for: whether it is still there, and where.
 
-    Entries are not kept alive: who moves the state to the host wants its memory freed.
-
-    Args:
-        params: the active parameters, whose entries are `Entry`s with this `watch`.
+    Its tensors are compared by address and not held: who moves the state to the host wants its memory freed.
     """
 
-    def __init__(self, state: State, params: Sequence[Tensor], watch: Watch) -> None:
+    def __init__(self, state: State, params: Sequence[Tensor], options: Options, distributed: bool) -> None:
         self._state, self._entries = state, list(state.values())
         self._active = [state[param] for param in params]
-        self._watch, self._turn = watch, 0
-        self._names = [*MOMENTS, "master"]
-        self.addresses = [[_where(entry.get(name)) for entry in self._active] for name in self._names]
-        """[3][N active]: of exp_avg, exp_avg_sq and the master weight; 0 where there is none."""
-        watch.touched = False
+        self._steps = list(map(_step, self._active))
+        self._getters: list[Callable[[dict[str, Any]], Any]] = [*map(operator.itemgetter, MOMENTS)]
+        if options.master_weights:
+            self._getters.append(operator.methodcaller("get", "master"))
+        self._plain = not distributed and not options.master_weights
+        self.addresses = self._find()
+        """A list a moment, and one of the master weights if there are any; 0 where a parameter has none."""
 
     def holds(self, state: State) -> bool:
-        """Whether it does. For a swapped `.data`, one parameter's tensors are looked at in each call."""
-        return (
-            state is self._state
-            and not self._watch.touched
-            and len(state) == len(self._entries)
-            and all(map(operator.is_, state.values(), self._entries))
-            and self._spot_check()
-        )
+        """Whether the state consists of the same entries, with the same steps, at the same addresses."""
+        try:
+            return (
+                state is self._state
+                and len(state) == len(self._entries)
+                and all(map(operator.is_, state.values(), self._entries))
+                and all(map(operator.is_, map(_step, self._active), self._steps))
+                and self._find() == self.addresses
+            )
+        except KeyError:  # somebody took something away
+            return False
 
-    def _spot_check(self) -> bool:
-        if not self._active:
-            return True
-        self._turn = turn = (self._turn + 1) % len(self._active)
-        entry = self._active[turn]
-        return all(
-            _where(entry.get(name)) == row[turn]
-            for name, row in zip(self._names, self.addresses, strict=True)
-        )
-
-
-def _where(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else shards.local(tensor).data_ptr()
+    def _find(self) -> list[list[int]]:
+        if self._plain:
+            return [list(map(_address, map(get, self._active))) for get in self._getters]
+        found = [map(get, self._active) for get in self._getters]
+        return [[0 if one is None else _address(shards.local(one)) for one in row] for row in found]

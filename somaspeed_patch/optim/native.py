@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch.kernels import adamw
+from somaspeed_patch.optim.gradients import same_order
 from somaspeed_patch.optim.options import Options
 
 _FLAGS = ("amsgrad", "differentiable")
@@ -54,7 +55,7 @@ def refuse(reason: str, options: Options) -> None:
 
 def step(optimizer: torch.optim.AdamW) -> None:
     """torch.optim.AdamW's step; on a CPU by torch's fused kernel, whatever the groups say."""
-    with torch.enable_grad(), _fused_on_cpu(optimizer.param_groups):
+    with torch.enable_grad(), _fused_on_cpu(optimizer):
         _unhooked(torch.optim.Adam.step)(optimizer)
 
 
@@ -73,22 +74,33 @@ def _unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _fused_on_cpu(groups: Groups) -> Iterator[None]:
+def _fused_on_cpu(optimizer: torch.optim.AdamW) -> Iterator[None]:
     """`fused=True` in every group that torch's CPU kernel serves, for the duration of one step only."""
+    groups = optimizer.param_groups
     before = [group["fused"] for group in groups]
     try:
         for group in groups:
-            group["fused"] = group["fused"] or _cpu_kernel_serves(group)
+            group["fused"] = group["fused"] or _cpu_kernel_serves(group, optimizer.state)
         yield
     finally:
         for group, fused in zip(groups, before, strict=True):
             group["fused"] = fused
 
 
-def _cpu_kernel_serves(group: dict[str, Any]) -> bool | None:
+def _cpu_kernel_serves(group: dict[str, Any], state: Mapping[Tensor, Any]) -> bool | None:
+    """torch 2.11's reads all tensors as flat memory, so those of other strides than the parameter's go wrong."""
     params = [param for param in group["params"] if param.grad is not None]
     served = not group["differentiable"] and all(
-        param.device.type == "cpu" and param.is_floating_point() and param.grad.dtype == param.dtype
-        for param in params
+        _flat_on_cpu(param, state.get(param) or {}) for param in params
     )
     return True if served and params else group["fused"]
+
+
+def _flat_on_cpu(param: Tensor, entry: Mapping[str, Any]) -> bool:
+    others = [param.grad, *(entry[name] for name in ("exp_avg", "exp_avg_sq") if name in entry)]
+    return (
+        param.device.type == "cpu"
+        and param.is_floating_point()
+        and all(other.dtype == param.dtype and same_order(other, param) for other in others)
+        and same_order(param, torch.empty_like(param, device="meta"))
+    )

@@ -44,13 +44,13 @@ class Plan:
         self.distributed = any(shards.local(param) is not param for param in self.params)
         self.steps = torch.zeros(len(sums), dtype=torch.float32, device=device)
         self._views = moments.adopt_steps(state, self.params, self.steps)
-        self._watch = moments.Watch()
         self.gradients = Gradients()
         self._row = Row((len(sums),), torch.int64, device)
         self._captured = CapturedRows(self._row.tensor)
         self._last_row: Tensor | None = None
         self.hyper = Row((len(groups), 8), torch.float64, device)
         self._pattern: list[bool] = []
+        self._bound: moments.Bound | None = None
 
     def holds(self, params: Sequence[Tensor], state: moments.State, with_state: bool) -> bool:
         """Whether the tables are of these parameters, in this order, at these addresses.
@@ -60,9 +60,11 @@ class Plan:
         """
         if not (len(params) == len(self.listed) and all(map(operator.is_, params, self.listed))):
             return False
-        if not self._pattern or state is not self._state or params[0].device != self.device:
-            return not self._pattern and state is self._state
-        return not with_state or (self._find() == self._addresses and self._bound.holds(state))
+        if state is not self._state or params[0].device != self.device:
+            return False
+        if self._bound is None or not with_state:
+            return True
+        return self._find() == self._addresses and self._bound.holds(state)
 
     def refresh(self) -> bool:
         """Look at the parameters' gradients as they are now; False if there are none."""
@@ -90,8 +92,13 @@ class Plan:
         else:
             self._row.write(values)
             row = self._row.tensor
-        self._last_row = None if self.gradients.copies else row
+        self._last_row = row
         return row
+
+    def release(self) -> None:
+        """The step is done: hold no gradient's memory."""
+        self.gradients.drop()
+        self._last_row = None
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
@@ -141,26 +148,32 @@ class Plan:
             for (slot, part), layout in zip(parts.items(), self._layouts, strict=True)
             if not same_order(part, layout)
         }
-        for slot, layout in zip(self._slots, self._layouts, strict=True):
-            param = self.params[slot]
-            entry = moments.prepare(self._state[param], param, layout, self._views[slot], self._options)
-            self._state[param] = moments.Entry(entry, self._watch)
-        self._bound = moments.Bound(self._state, self.active, self._watch)
         self._pattern = pattern
         self._dtypes: list[torch.dtype] | None = None
+        self._bound = None
+
+    def bind(self) -> None:
+        """Complete the state of the active parameters; only a step may, as in torch."""
+        if self._bound is not None:
+            return
+        for slot, layout in zip(self._slots, self._layouts, strict=True):
+            param = self.params[slot]
+            moments.prepare(self._state[param], param, layout, self._views[slot], self._options)
+        self._bound = moments.Bound(self._state, self.active, self._options, self.distributed)
         self._addresses = self._find()
-        self.pointers = self._point()
+        self.pointers = self._point(self._bound.addresses)
 
     def _find(self) -> list[int]:
         return list(map(_address, map(shards.local, self.active) if self.distributed else self.active))
 
-    def _point(self) -> Tensor:
+    def _point(self, of_state: list[list[int]]) -> Tensor:
         """[4, N] int64: what is updated of each slot: parameter (or its copy), moments, master weight."""
         params = [
             _address(self._copies.get(slot, shards.local(param)))
             for slot, param in zip(self._slots, self.active, strict=True)
         ]
-        rows = [params, *self._bound.addresses]
+        rows = [params, *of_state]
+        rows += [[0] * len(params)] * (4 - len(rows))
         return torch.tensor([self._spread(row) for row in rows]).to(self.device)
 
     def _spread(self, values: list[int]) -> list[int]:

@@ -24,11 +24,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gradient_like(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient in the parameter's own layout; redistributed where autograd left another one."""
-    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
-        return grad.redistribute(placements=param.placements)
-    return grad
+def alike(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient lies on the mesh as its parameter does; not so a sum that autograd left undone."""
+    return not isinstance(grad, DTensor) or grad.placements == param.placements  # type: ignore[attr-defined]
+
+
+def gradient_like(grad: Any, param: Any) -> Tensor:
+    """The DTensor `grad` in the placements of the DTensor `param`, redistributed."""
+    return grad.redistribute(placements=param.placements)  # type: ignore[no-any-return]
 
 
 def reduction(param: Tensor) -> tuple[ProcessGroup, ...]:
