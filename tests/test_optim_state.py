@@ -44,7 +44,7 @@ def test_the_state_dict_is_torchs(fused: bool | None) -> None:
     saved = []
     for kind in (torch.optim.AdamW, FusedAdamW):
         params, optimizer = make(kind, fused=fused)
-        go(params, optimizer, 3)
+        go(params, optimizer, 2, first=1)  # steps whose gradients torch's fused kernel takes
         saved.append(optimizer.state_dict())
     assert layout(saved[0]) == layout(saved[1])
     assert saved[0]["param_groups"] == saved[1]["param_groups"]
@@ -52,7 +52,7 @@ def test_the_state_dict_is_torchs(fused: bool | None) -> None:
     torch.save(saved[1], buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=True, map_location="cpu")
-    assert float(loaded["state"][0]["step"]) == 3.0 and loaded["state"][0]["step"].shape == ()
+    assert float(loaded["state"][0]["step"]) == 2.0 and loaded["state"][0]["step"].shape == ()
 
 
 @pytest.mark.parametrize("map_location", ["cpu", DEVICE])

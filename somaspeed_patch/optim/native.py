@@ -88,7 +88,7 @@ def _fused_on_cpu(optimizer: torch.optim.AdamW) -> Iterator[None]:
 
 
 def _cpu_kernel_serves(group: dict[str, Any], state: Mapping[Tensor, Any]) -> bool | None:
-    """torch 2.11's reads all tensors as flat memory, so those of other strides than the parameter's go wrong."""
+    """torch 2.11's takes all tensors as flat memory, which is wrong where strides are not the parameter's."""
     params = [param for param in group["params"] if param.grad is not None]
     served = not group["differentiable"] and all(
         _flat_on_cpu(param, state.get(param) or {}) for param in params
