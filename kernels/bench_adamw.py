@@ -45,6 +45,7 @@ from somaspeed_patch.kernels.bench_adamw_arms import (
     sync,
 )
 from somaspeed_patch.kernels.bench_adamw_bf16 import bf16_updates
+from somaspeed_patch.kernels.bench_adamw_host import host_profile
 from somaspeed_patch.kernels.bench_split_attention import environment
 
 BF16 = "bf16_updates"
@@ -302,6 +303,7 @@ def run(chosen: Sequence[str], compile_s: float, tiny: bool) -> dict[str, Any]:
         _clean(device)
         print(f"{name}: done after {time.monotonic() - start:.0f} s", flush=True)
     updates = bf16_updates(device, tiny) if BF16 in chosen else None
+    host = host_profile(device, num_params=2, repeats=1) if tiny else host_profile(device)
     return {
         "environment": environment(),
         "seconds": time.monotonic() - start,
@@ -310,6 +312,7 @@ def run(chosen: Sequence[str], compile_s: float, tiny: bool) -> dict[str, Any]:
         "gate_updates": gate.STEPS,
         "lists": lists,
         BF16: updates,
+        "host": host,
     }
 
 
