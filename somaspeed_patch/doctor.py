@@ -36,7 +36,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Run every check; a check that raises is a `fail` with the exception's text."""
     found: list[Finding] = []
-    for check in (_hosts, _switch, _torch, _compiler, _kernel):
+    for check in (_hosts, _switch, _torch, _compiler, _kernel, _optimizer):
         found += _guarded(check)
     return found
 
@@ -98,7 +98,9 @@ def _compiler() -> Iterator[Finding]:
         name for name, there in (("a C compiler", compiler), (str(header), header.is_file())) if not there
     ]
     if lacking:
-        text = f"{' and '.join(lacking)} missing: Triton cannot build, attention runs in plain PyTorch"
+        text = (
+            f"{' and '.join(lacking)} missing: Triton cannot build, attention and AdamW run in plain PyTorch"
+        )
         yield Finding(check="C compiler", verdict=NOTE, text=text)
     else:
         yield Finding(check="C compiler", verdict=OK, text=str(compiler))
@@ -123,6 +125,31 @@ def _kernel() -> Iterator[Finding]:
         served = module.refusal(q, k, k)
         text = "the Triton kernel serves" if served is None else f"plain PyTorch: {served}"
         yield Finding(check="split_attention", verdict=OK if served is None else NOTE, text=text)
+
+
+def _optimizer() -> Iterator[Finding]:
+    """One clipped step of a small FusedAdamW against torch.optim.AdamW, on the device the kernels are for."""
+    import torch
+
+    from somaspeed_patch.optim import FusedAdamW
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 100, device=device)) for _ in range(2)]
+    ours, native = FusedAdamW(params[:1], lr=0.1), torch.optim.AdamW(params[1:], lr=0.1)
+    for param in params:
+        param.grad = param.detach() + 3
+    ours.clip_grad_norm_(1.0)
+    torch.nn.utils.clip_grad_norm_(params[1:], 1.0)
+    ours.step()
+    native.step()
+    error, reason = float((params[0] - params[1]).detach().abs().max()), ours.native_reason()
+    if reason is not None and reason.startswith("the kernels failed"):
+        yield Finding(check="FusedAdamW", verdict=FAIL, text=reason)
+    elif error > 1e-6:
+        yield Finding(check="FusedAdamW", verdict=FAIL, text=f"off by {error:.2g} from torch.optim.AdamW")
+    else:
+        text = "the Triton kernels serve" if reason is None else f"torch's step: {reason}"
+        yield Finding(check="FusedAdamW", verdict=OK if reason is None else NOTE, text=text)
 
 
 def table(found: list[Finding]) -> str:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from somaspeed_patch import doctor
-from somaspeed_patch.kernels import split_attention
+from somaspeed_patch.kernels import adamw, split_attention
 
 
 def lines(found):
@@ -25,7 +25,7 @@ def test_this_environment_has_its_host_and_its_switch():
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
     assert found["adapter pi05"]["verdict"] == "ok"
     assert found["SOMASPEED=1"]["verdict"] == "ok"
-    assert {"torch", "C compiler", "split_attention"} <= set(found)
+    assert {"torch", "C compiler", "split_attention", "FusedAdamW"} <= set(found)
 
 
 def test_no_compiler_is_a_note_that_says_what_follows(monkeypatch):
@@ -46,6 +46,19 @@ def test_a_kernel_that_failed_is_a_failure(monkeypatch):
 def test_a_wrong_kernel_is_a_failure(monkeypatch):
     monkeypatch.setattr(split_attention, "split_attention", lambda q, k, v: 2 * q)
     assert "from its reference" in lines(doctor.examine())["split_attention"].text
+
+
+def test_an_optimizer_kernel_that_fails_or_is_wrong_is_a_failure(monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("no ptxas")
+
+    assert lines(doctor.examine())["FusedAdamW"].text == "the Triton kernels serve"
+    with monkeypatch.context() as patch:
+        patch.setattr(adamw, "update", broken)
+        finding = lines(doctor.examine())["FusedAdamW"]
+    assert (finding.verdict, "OSError: no ptxas" in finding.text) == ("fail", True)
+    monkeypatch.setattr(adamw, "update", lambda *args, **kwargs: None)
+    assert "from torch.optim.AdamW" in lines(doctor.examine())["FusedAdamW"].text
 
 
 def test_a_check_that_raises_is_a_failure_with_its_text(monkeypatch):
