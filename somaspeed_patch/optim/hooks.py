@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,10 +113,17 @@ def build(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[st
         site.declined(f"{type(optimizer).__name__} is not plain torch.optim.AdamW")
     elif not features.value("optimizer"):
         site.declined("optimizer=False")
+    elif _deepspeed_by_launcher():
+        site.declined("DeepSpeed owns the optimizer")
     else:
         site.ran()
         return as_fused(optimizer)
     return optimizer
+
+
+def _deepspeed_by_launcher() -> bool:
+    """`accelerate launch --use_deepspeed` says so to the processes it starts."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1", "yes")
 
 
 def as_fused(optimizer: torch.optim.AdamW) -> FusedAdamW:
@@ -134,7 +142,7 @@ def optimizer_class(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: 
         site.declined(f"optim={training.optim} is not plain torch.optim.AdamW")
     elif not features.value("optimizer"):
         site.declined("optimizer=False")
-    elif getattr(training, "deepspeed", None):
+    elif getattr(training, "deepspeed", None) or _deepspeed_by_launcher():
         site.declined("DeepSpeed owns the optimizer")
     else:
         site.ran()
