@@ -115,6 +115,8 @@ def test_gradients_written_between_clip_and_step_are_refused() -> None:
     after = snapshot(twins.ours, twins.params)
     assert before.steps == after.steps == [None] * 3
     assert all(torch.equal(a, b) for a, b in zip(before.values["param"], after.values["param"], strict=True))
+    with pytest.raises(RuntimeError, match="call optimizer.zero_grad"):  # still, also for who caught it
+        twins.ours.step()
     twins.ours.zero_grad()
     twins.native.zero_grad()
     twins.grads(2)

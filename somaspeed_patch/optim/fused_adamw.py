@@ -122,6 +122,7 @@ class FusedAdamW(torch.optim.AdamW):
         plan = self._current_plan(with_state=False)
         raising = error_if_nonfinite or self.options.nonfinite == "raise"
         if plan is None:
+            self._settle(self._local_gradients())
             return native.clip_grad_norm_(self._params(), max_norm, raising)
         found = plan.refresh()
         self._settle(plan.gradients.parts)
@@ -212,6 +213,9 @@ class FusedAdamW(torch.optim.AdamW):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    def _local_gradients(self) -> list[Tensor]:
+        return [shards.local(param.grad) for param in self._params() if param.grad is not None]
+
     def _current_plan(self, with_state: bool) -> Plan | None:
         """Tables that hold for the parameters as they are, or None where torch has to do it."""
         reason = self._broken or native.group_reason(self.param_groups)
@@ -281,7 +285,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _native_step(self) -> None:
         """torch's step; a clip factor that still waits is applied in place first, as torch does."""
-        self._settle([shards.local(param.grad) for param in self._params() if param.grad is not None])
+        self._settle(self._local_gradients())
         native.step(self)
         CALLS[self._reason] += 1
 
@@ -296,7 +300,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _settle(self, parts: Sequence[Tensor]) -> None:
         """Clip in place those gradients whose clip factor is still waiting: torch did that at once."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
         place = pending.written(parts)
@@ -307,6 +311,7 @@ class FusedAdamW(torch.optim.AdamW):
                 "call optimizer.zero_grad() to start over; or use torch.nn.utils.clip_grad_norm_"
             )
         pending.settle(parts)
+        self._pending = None
 
     def _give_up(self, error: launch.KernelFailure) -> None:
         self._broken = self._reason = f"the kernels failed: {error}"

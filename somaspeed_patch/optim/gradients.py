@@ -44,13 +44,13 @@ class Gradients:
         self.parts = list(map(shards.local, grads)) if distributed else list(grads)
         same = len(self.parts) == len(self._references)
         if not (same and all(map(operator.is_, self.parts, map(_call, self._references)))):
-            self._references = list(map(weakref.ref, grads))
-            self.dtypes = list(map(_dtype, grads))
+            self._references = list(map(weakref.ref, self.parts))
+            self.dtypes = list(map(_dtype, self.parts))
             self._all_contiguous = all(map(Tensor.is_contiguous, self.parts))
 
     def drop(self) -> None:
         """Hold no gradient's memory until the next `take`."""
-        self.parts, self.copies, self._whole = [], {}, ()
+        self.parts, self.copies, self._whole, self._params = [], {}, (), ()
 
     def addresses(self, layouts: Sequence[Tensor], all_contiguous: bool) -> list[int]:
         """Where the kernels read each gradient; one in another element order is copied.
