@@ -32,8 +32,17 @@ def _clip(original: Any) -> Any:
     return wrapt.FunctionWrapper(original, hooks.clip_grad_norm_)
 
 
+def _writes(original: Any) -> Any:
+    from somaspeed_patch.optim import hooks
+
+    return wrapt.FunctionWrapper(original, hooks.before_writing_gradients)
+
+
+_MODULE = "accelerate.accelerator"
 PATCHES = [
-    Patch(module="accelerate.accelerator", name="Accelerator.clip_grad_norm_", make=_clip, site="clip"),
+    Patch(module=_MODULE, name="Accelerator.clip_grad_norm_", make=_clip, site="clip"),
+    Patch(module=_MODULE, name="Accelerator.clip_grad_value_", make=_writes, site="clip"),
+    Patch(module=_MODULE, name="Accelerator.backward", make=_writes, site="clip"),
 ]
 
 
@@ -49,5 +58,5 @@ def refresh() -> None:
     site = sites.site("accelerate_clip/optimizer")
     others = {reason: count for reason, count in module.CALLS.items() if reason != "triton"}
     site.calls, site.native_calls = module.CALLS["triton"], sum(others.values())
-    if others:
+    if others and site.status == sites.PATCHED:
         site.reason = f"torch's step: {', '.join(others)}"

@@ -38,11 +38,8 @@ _values: dict[str, Value] = {}
 
 
 def value(name: str) -> Value:
-    """The current value of a feature.
-
-    Raises: KeyError: no adapter that declares it was ever loaded.
-    """
-    return _values[name]
+    """The current value of a feature; None where nothing is patched: somebody kept a hook from before."""
+    return _values.get(name)
 
 
 def values() -> dict[str, Value]:

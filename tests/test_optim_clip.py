@@ -115,13 +115,28 @@ def test_gradients_written_between_clip_and_step_are_refused() -> None:
     after = snapshot(twins.ours, twins.params)
     assert before.steps == after.steps == [None] * 3
     assert all(torch.equal(a, b) for a, b in zip(before.values["param"], after.values["param"], strict=True))
-    with pytest.raises(RuntimeError, match="call optimizer.zero_grad"):  # still, also for who caught it
+    with pytest.raises(
+        RuntimeError, match=r"optimizer\.zero_grad\(\) to start over"
+    ):  # still, also for who caught it
         twins.ours.step()
     twins.ours.zero_grad()
     twins.native.zero_grad()
     twins.grads(2)
     twins.clip()
     twins.step()
+    twins.assert_equal()
+
+
+def test_settling_first_allows_writing() -> None:
+    twins = Twins()
+    for number in range(3):
+        twins.grads(number)
+        twins.clip(0.2)
+        twins.ours.settle_clip()
+        for params in (twins.params, twins.native_params):
+            for param in params:
+                param.grad.add_(0.01)
+        twins.step()
     twins.assert_equal()
 
 

@@ -168,6 +168,17 @@ class FusedAdamW(torch.optim.AdamW):
             self._plan.release()
         super().zero_grad(set_to_none=set_to_none)
 
+    @torch.no_grad()
+    def settle_clip(self) -> None:
+        """Write a clip factor that `step` has not used yet into the gradients, as torch does at once.
+
+        For whoever is about to write to the gradients between clip and step. Free if there is no such factor.
+
+        Raises: RuntimeError: the gradients were written already.
+        """
+        if self._pending is not None:
+            self._settle(self._local_gradients())
+
     def native_reason(self) -> str | None:
         """Why torch's own step would run now instead of the kernels, or None."""
         reason = self._broken or native.group_reason(self.param_groups)
@@ -308,7 +319,7 @@ class FusedAdamW(torch.optim.AdamW):
             raise RuntimeError(
                 f"FusedAdamW: a gradient of shape {list(parts[place].shape)} was written between "
                 "clip_grad_norm_ and step, which would clip all of it. Clip once, after the last backward; "
-                "call optimizer.zero_grad() to start over; or use torch.nn.utils.clip_grad_norm_"
+                "call optimizer.settle_clip() before writing; or optimizer.zero_grad() to start over"
             )
         pending.settle(parts)
         self._pending = None

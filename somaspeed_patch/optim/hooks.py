@@ -20,16 +20,35 @@ CLIP, LEROBOT, TRAINER = "accelerate_clip/clip", "lerobot_optimizer/build", "hf_
 def clip_grad_norm_(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Accelerator.clip_grad_norm_(parameters, max_norm, norm_type=2): the norm only; `step` clips."""
     parameters, max_norm, norm_type = _clip_arguments(*args, **kwargs)
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     site = sites.site(CLIP)
-    found = _optimizer_of(instance, parameters, norm_type)
+    if isinstance(parameters, Tensor):
+        found: FusedAdamW | str = "a tensor in place of parameters"
+    else:
+        parameters = list(parameters)  # a generator can be read once
+        found = _optimizer_of(instance, parameters, norm_type)
     if isinstance(found, str):
         site.declined(found)
+        _settle(instance)
         return wrapped(parameters, max_norm, norm_type)
     instance.unscale_gradients()
     norm = found.clip_grad_norm_(max_norm)
     site.ran()
     return norm
+
+
+def before_writing_gradients(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Accelerator.backward and clip_grad_value_: a factor that still waits goes into the gradients first."""
+    _settle(instance)
+    return wrapped(*args, **kwargs)
+
+
+def _settle(accelerator: Any) -> None:
+    for prepared in accelerator._optimizers:
+        optimizer = getattr(prepared, "optimizer", prepared)
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.settle_clip()
 
 
 def _clip_arguments(parameters: Any, max_norm: float, norm_type: float = 2) -> tuple[Any, float, float]:
@@ -139,7 +158,8 @@ def optimizer_class(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: 
     site = sites.site(TRAINER)
     training = args[0] if args else kwargs["args"]
     if found is not torch.optim.AdamW:
-        site.declined(f"optim={training.optim} is not plain torch.optim.AdamW")
+        name = getattr(training.optim, "value", training.optim)
+        site.declined(f"optim={name} is not plain torch.optim.AdamW")
     elif not features.value("optimizer"):
         site.declined("optimizer=False")
     elif getattr(training, "deepspeed", None) or _deepspeed_by_launcher():
