@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from somaspeed_patch.optim import FusedAdamW
+from somaspeed_patch.optim.fused_adamw import CALLS
 from somaspeed_patch.testing_adamw import HYPER, snapshot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -302,6 +303,29 @@ def test_clip_before_unscale_as_torch() -> None:
         ends.append((norm, param.detach(), optimizer.state[param]["exp_avg"]))
     for ours, native in zip(*ends, strict=True):
         torch.testing.assert_close(ours, native, rtol=1e-6, atol=1e-8)
+
+
+def test_a_compiled_training_step_calls_the_kernels() -> None:
+    """Dynamo breaks the graph at clip and step, which stay as they are; on a GPU Inductor is tried, too."""
+    ends = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)).to(DEVICE)
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+
+        def train(x: Tensor, model: nn.Module = model, optimizer: FusedAdamW = optimizer) -> Tensor:
+            model(x).square().mean().backward()
+            norm = optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        run = torch.compile(train, backend="eager") if compiled else train
+        before = CALLS["triton"]
+        norms = [run(torch.full((3, 8), float(number), device=DEVICE)) for number in range(1, 5)]
+        assert CALLS["triton"] == before + 4
+        ends.append([*norms, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def test_no_gradients_at_all() -> None:

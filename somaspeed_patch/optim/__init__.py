@@ -1,12 +1,21 @@
 """FusedAdamW: torch.optim.AdamW with the gradient clipping inside, in four launches.
 
-fused_adamw    the optimizer: arguments, state, checkpoints, when torch's own step runs instead
-plan           where the tensors are: parameters, moments, step counts; the kernels' tables
-gradients      what the parameters' gradients are in this step, and whether they can be read in place
-pending        a clip factor between clip_grad_norm_ and step, and what may happen in between
-shards         DTensor: local parts, and the process groups over which a norm is summed
-nonfinite      what to do about inf and NaN, the same on every rank
-hooks          what the adapters put in front of accelerate, LeRobot and transformers
+    fused_adamw     the optimizer: what users and hosts call
+    options         what it can do beyond torch.optim.AdamW
+    native          when torch's own clipping and step run instead, and why
+    pending         a clip factor between clip_grad_norm_ and step, and what may happen in between
+    plan            where parameters, gradients, state and step counts are: the kernels' tables
+    gradients       this step's gradients, as the kernels can read them
+    moments         the state, made, adopted, and watched for changes from outside
+    shards          DTensor: local parts, and the process groups over which a norm is summed
+    launch, upload  the four launches, and the numbers that go to the device before them
+    nonfinite       inf and NaN, noticed by every rank alike
+    checkpoint      state dicts that torch.optim.AdamW wrote or will read
+    hooks           what the adapters put in front of accelerate, LeRobot and transformers
+    lerobot_config  --optimizer.type=somaspeed_adamw
+
+clip_grad_norm_ -> Plan.refresh -> launch.measure (1, 2, all-reduce, 3) -> Pending
+step            -> Plan.refresh, Pending.holds_for, Plan.bind -> launch.update (4)
 """
 
 from somaspeed_patch.optim.fused_adamw import FusedAdamW
