@@ -34,6 +34,7 @@ class Patch:
 @dataclass(frozen=True, eq=False)  # compared by identity: a wrapt proxy equals what it wraps
 class _Applied:
     owner: str
+    patch: Patch
     parent: Any
     attribute: str
     before: Any  # the entry of vars(parent), _ABSENT where it was inherited
@@ -70,44 +71,57 @@ def apply(owner: str, patches: Sequence[Patch]) -> None:
     mark = len(_ledger)
     try:
         for patch in patches:
-            parent, attribute, original = wrapt.resolve_path(patch.module, patch.name)
-            before, after = vars(parent).get(attribute, _ABSENT), patch.make(original)
-            setattr(parent, attribute, after)
-            _ledger.append(_Applied(owner, parent, attribute, before, after))
+            _ledger.append(_put(owner, patch))
     except BaseException:
-        _undo(_ledger[mark:])
+        for done in reversed(_ledger[mark:]):
+            _take_out(done)
         raise
 
 
 def revert(*owners: str) -> None:
-    """Undo everything applied for `owners`, newest first.
+    """Undo everything applied for `owners`, newest first; what other owners put on top stays there.
 
-    Nothing is undone unless everything can be: a name that somebody patched after us is left alone, with
+    Nothing is undone unless everything can be: a name that somebody else patched after us is left alone, with
     all others.
 
     Raises: RuntimeError: names the attributes that were patched again since.
     """
     mine = [done for done in _ledger if done.owner in owners]
-    foreign = [done.place for done in mine if not _on_top(done, mine)]
+    foreign = [done.place for done in mine if not _ours_is_on_top(done)]
     if foreign:
         raise RuntimeError(
             f"unpatch: {', '.join(foreign)} was patched again by someone else since; "
             "undo that first, then unpatch()"
         )
-    _undo(mine)
+    for done in reversed(mine):
+        _take_out(done)
 
 
-def _on_top(done: _Applied, mine: list[_Applied]) -> bool:
-    """Whether what lies at `done`'s place now is ours: `done` itself or a later entry of `mine`."""
-    now = vars(done.parent).get(done.attribute, _ABSENT)
-    same_place = [e for e in mine if e.parent is done.parent and e.attribute == done.attribute]
-    return now is same_place[-1].after
+def _put(owner: str, patch: Patch) -> _Applied:
+    parent, attribute, original = wrapt.resolve_path(patch.module, patch.name)
+    before, after = vars(parent).get(attribute, _ABSENT), patch.make(original)
+    setattr(parent, attribute, after)
+    return _Applied(owner, patch, parent, attribute, before, after)
 
 
-def _undo(entries: list[_Applied]) -> None:
-    for done in reversed(entries):
-        if done.before is _ABSENT:
-            delattr(done.parent, done.attribute)
+def _at(done: _Applied) -> list[_Applied]:
+    """The entries at the same place, oldest first."""
+    return [e for e in _ledger if e.parent is done.parent and e.attribute == done.attribute]
+
+
+def _ours_is_on_top(done: _Applied) -> bool:
+    return vars(done.parent).get(done.attribute, _ABSENT) is _at(done)[-1].after
+
+
+def _take_out(done: _Applied) -> None:
+    """Undo one entry; those on top of it are taken off first, and made anew on what lay below it."""
+    there = _at(done)
+    above = there[there.index(done) + 1 :]
+    for entry in reversed([done, *above]):
+        if entry.before is _ABSENT:
+            delattr(entry.parent, entry.attribute)
         else:
-            setattr(done.parent, done.attribute, done.before)
-        _ledger.remove(done)
+            setattr(entry.parent, entry.attribute, entry.before)
+    _ledger.remove(done)
+    for entry in above:
+        _ledger[_ledger.index(entry)] = _put(entry.owner, entry.patch)

@@ -331,3 +331,16 @@ def test_functions_that_a_script_took_while_patched_go_on_working() -> None:
     )  # fmt: skip
     assert issubclass(choose(arguments)[0], torch.optim.AdamW)
     assert isinstance(build([torch.nn.Parameter(torch.ones(3))]), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("first", ["accelerate_clip", "step_recorder"])
+@pytest.mark.parametrize("undone", ["accelerate_clip", "step_recorder"])
+def test_two_adapters_of_one_function_come_and_go_in_any_order(first: str, undone: str) -> None:
+    """Both wrap accelerate's clip_grad_norm_ and backward."""
+    before = dict(vars(Accelerator))
+    pair = ["accelerate_clip", "step_recorder"]
+    for target in sorted(pair, key=lambda name: name != first):
+        somaspeed_patch.patch(target)
+    for target in sorted(pair, key=lambda name: name != undone):
+        somaspeed_patch.unpatch(target)
+    assert dict(vars(Accelerator)) == before

@@ -108,3 +108,34 @@ def test_two_patches_of_one_name_by_one_owner_come_off_together(host):
     assert host.fn() == ("twice", "patched")
     registry.revert("a")
     assert snapshot(host) == before
+
+
+def tagged(tag):
+    return patch_of("fn", lambda original: lambda *args: (tag, original(*args)))
+
+
+@pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
+def test_owners_of_one_name_come_off_in_any_order(host, order):
+    before = snapshot(host)
+    for owner in "abc":
+        registry.apply(owner, [tagged(owner)])
+    assert host.fn(1, 2) == ("c", ("b", ("a", 3)))
+    left = "abc"
+    for owner in order:
+        registry.revert(owner)
+        left = left.replace(owner, "")
+        expected = 3
+        for tag in left:
+            expected = (tag, expected)
+        assert host.fn(1, 2) == expected
+    assert snapshot(host) == before
+    assert registry._ledger == []
+
+
+def test_an_owner_below_others_is_not_taken_out_from_under_somebody_else(host):
+    registry.apply("a", [tagged("a")])
+    registry.apply("b", [tagged("b")])
+    host.fn = lambda *args: "foreign"
+    with pytest.raises(RuntimeError, match="was patched again by someone else"):
+        registry.revert("a")
+    assert host.fn() == "foreign" and len(registry._ledger) == 2
