@@ -11,7 +11,6 @@ for torch's fused AdamW behind its clip, which writes the clipped gradients, and
 The kernels find the tensors through tables of addresses, see `Tables`; `somaspeed_patch.optim` fills those.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +24,8 @@ from somaspeed_patch.kernels.adamw_kernels import (
     _adamw_tile_squares_kernel,
     _adamw_update_kernel,
 )
+from somaspeed_patch.kernels.device import INTERPRETED as INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # what triton.jit looked at, too
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # 16 Ki elements a tile; 4 warps, 8 elements a thread: two 16-byte loads in flight. The interpreter takes
 # 10 ms a round whatever its size, so there it is one.
@@ -82,6 +81,8 @@ class Tables:
     """[N] int32"""
     kinds: int
     """Bit set of the kinds that occur."""
+    gradient_codes: int
+    """Bit set of the gradients' dtypes, see CODES."""
     partial: Tensor
     """[T] fp32"""
     squares: Tensor
@@ -90,14 +91,8 @@ class Tables:
     """[N, 9] fp32: step size, sqrt(1 - beta2**t), 1 - lr*wd, 1 - beta1, beta2, 1 - beta2, eps, sign, t."""
     shared: Tensor
     """[3] fp32: clip factor, factor of the gradients, 1 where the step is skipped."""
-    gradient_codes: int = field(init=False)
-    """Bit set of the gradients' dtypes, see CODES."""
     compiled: dict[Any, Any] = field(default_factory=dict)
     """See `_launch`."""
-
-    def __post_init__(self) -> None:
-        used = {slot.kind for slot in self.slots if slot.kind != UNUSED}
-        self.gradient_codes = sum(1 << code for code in {kind // 3 % 3 for kind in used})
 
 
 def make_tables(slots: Sequence[Slot], device: torch.device) -> Tables:
@@ -106,6 +101,7 @@ def make_tables(slots: Sequence[Slot], device: torch.device) -> Tables:
     first = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
     tile_slot = torch.repeat_interleave(torch.arange(len(slots)), counts)
     tile_offset = (torch.arange(len(tile_slot)) - first[tile_slot]) * TILE
+    kinds = {slot.kind for slot in slots} - {UNUSED}
 
     def column(values: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
@@ -120,7 +116,8 @@ def make_tables(slots: Sequence[Slot], device: torch.device) -> Tables:
         slot_group=column([slot.group for slot in slots], torch.int32),
         slot_start=column([slot.start for slot in slots], torch.int64),
         slot_identity=column([slot.identity for slot in slots], torch.int32),
-        kinds=sum(1 << kind for kind in {slot.kind for slot in slots} - {UNUSED}),
+        kinds=sum(1 << kind for kind in kinds),
+        gradient_codes=sum(1 << code for code in {kind // 3 % 3 for kind in kinds}),
         partial=torch.empty(len(tile_slot), dtype=torch.float32, device=device),
         squares=torch.zeros(len(slots), dtype=torch.float64, device=device),
         scalars=torch.zeros(len(slots), 9, dtype=torch.float32, device=device),

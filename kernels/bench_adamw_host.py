@@ -64,7 +64,7 @@ def _parts(optimizer: FusedAdamW) -> dict[str, Callable[[], Any]]:
     plan = optimizer._plan
     if plan is None:
         raise RuntimeError(f"bench_adamw_host: the kernels do not serve: {optimizer.native_reason()}")
-    groups, options, params = optimizer.param_groups, optimizer.options, optimizer._params()
+    groups, options, params = optimizer.param_groups, optimizer.options, optimizer.parameters()
     parts, row = plan.gradients.parts, plan.gradient_row()
     pending = Pending(parts, plan.tables.shared)
     plan.bind()

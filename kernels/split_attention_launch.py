@@ -3,8 +3,6 @@
 Shapes: those of `split_attention`.
 """
 
-import contextlib
-import os
 from typing import Any
 
 import torch
@@ -12,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from somaspeed_patch.kernels.device import INTERPRETED as INTERPRETED
+from somaspeed_patch.kernels.device import current
 from somaspeed_patch.kernels.split_attention_kernels import (
     _split_attention_dkv_kernel,
     _split_attention_dq_kernel,
@@ -19,8 +19,6 @@ from somaspeed_patch.kernels.split_attention_kernels import (
 )
 from somaspeed_patch.kernels.split_attention_reference import LOG2_E, statistics_dtype
 from somaspeed_patch.kernels.split_attention_table import Config, select
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # what triton.jit looked at, too
 
 _TRITON_DTYPE = {
     torch.float16: tl.float16,
@@ -46,7 +44,7 @@ def split_attention_fwd(
     q = _unit_last_stride(q)
     pointers, strides, sizes = _streams(k_a, v_a, k_b, v_b, len_a, mask_a, stand_in=lse)
     config = select("fwd", q, mask_a is not None)
-    with _current(q.device):
+    with current(q.device):
         _split_attention_fwd_kernel[(triton.cdiv(R, config.block_r) * B * H,)](
             q, *pointers, o, lse, *_strides(q), *strides, *_strides(o),
             scale=scale * LOG2_E, H=H, R=R, **sizes, **_meta(config, q.dtype, D),
@@ -75,7 +73,7 @@ def split_attention_bwd(
     q, do, o = _unit_last_stride(q), _unit_last_stride(do), _unit_last_stride(o)
     pointers, strides, sizes = _streams(k_a, v_a, k_b, v_b, len_a, mask_a, stand_in=lse)
     config = select("dq", q, mask_a is not None)
-    with _current(q.device):
+    with current(q.device):
         _split_attention_dq_kernel[(triton.cdiv(R, config.block_r) * B * H,)](
             q, *pointers, o, do, lse, delta, dq,
             *_strides(q), *strides, *_strides(o), *_strides(do), *_strides(dq),
@@ -168,10 +166,3 @@ def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
 
 def _bytes(mask: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if mask is None else mask.view(torch.uint8)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, not on that of its arguments."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

@@ -95,12 +95,20 @@ def assert_within_budget(
     Args:
         ours, native, truth: by name, for example the weights, or {"loss": [steps]}; each dtype of `native`
             is compared by itself.
+
+    Raises: AssertionError: says how far off it is.
     """
-    assert ours.keys() == native.keys() == truth.keys()
+    _require(ours.keys() == native.keys() == truth.keys(), "the names differ")
     for dtype in {value.dtype for value in native.values()}:
         names = [name for name, value in native.items() if value.dtype == dtype]
-        assert all(ours[name].dtype == dtype and ours[name].shape == native[name].shape for name in names)
+        alike = all(ours[name].dtype == dtype and ours[name].shape == native[name].shape for name in names)
+        _require(alike, f"{dtype}: dtypes or shapes differ")
         exact = {name: truth[name] for name in names}
         allowed = slack * error(native, exact) + torch.finfo(dtype).eps
         found = error(ours, exact)
-        assert found <= allowed, f"{dtype}: off by {found:.3g}, allowed {allowed:.3g}"
+        _require(found <= allowed, f"{dtype}: off by {found:.3g}, allowed {allowed:.3g}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

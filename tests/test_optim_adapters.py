@@ -163,21 +163,14 @@ def child(order):
     clip = [site.calls for site in somaspeed_patch.report().sites if site.site == "accelerate_clip/clip"]
     return {"built": type(optimizer).__name__, "clipped": sum(clip), "found": found}
 
-TARGETS, results = sys.argv[2:], {}
-for order in json.loads(sys.argv[1]):
-    read, write = os.pipe()
-    if os.fork() == 0:
-        try:
-            with testing_optim.small_tiles(64):
-                answer = child(order)
-        except BaseException as error:
-            answer = {"error": repr(error)}
-        os.write(write, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(write)
-    results[order] = json.loads(os.fdopen(read).read())
-    os.wait()
-print(json.dumps(results))
+TARGETS = sys.argv[2:]
+
+def small(order):
+    with testing_optim.small_tiles(64):
+        return child(order)
+
+from somaspeed_patch.testing_forks import in_forks
+print(json.dumps(in_forks(json.loads(sys.argv[1]), small)))
 """
 
 

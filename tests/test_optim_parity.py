@@ -41,10 +41,15 @@ def eps(dtypes: list[torch.dtype]) -> list[float]:
     return [torch.finfo(dtype).eps for dtype in dtypes]
 
 
-def trained(params: list[nn.Parameter], groups: Any, like: Any = None, **settings: Any) -> Record:
-    """A run of torch's AdamW, behind its clipping."""
-    optimizer = torch.optim.AdamW(groups(params), **{**HYPER, **settings})
-    return run(optimizer, torch_clip(params), params, like=like)
+def natives(
+    params: list[nn.Parameter], groups: Any, num_steps: int = 20, **settings: Any
+) -> tuple[Record, Record]:
+    """Runs of torch's AdamW behind its clipping, from these weights: in their dtypes, and in fp64."""
+    records = []
+    for those in (copies(params), copies(params, torch.float64)):
+        optimizer = torch.optim.AdamW(groups(those), **{**HYPER, **settings})
+        records.append(run(optimizer, torch_clip(those), those, num_steps=num_steps, like=params))
+    return records[0], records[1]
 
 
 def one_group(params: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -61,9 +66,7 @@ def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
 def test_twenty_steps_are_as_good_as_torchs(dtypes: list[torch.dtype], groups: Any, maximize: bool) -> None:
     params = parameters(dtypes, DEVICE)
-    native_params, exact_params = copies(params), copies(params, torch.float64)
-    native = trained(native_params, groups, maximize=maximize)
-    truth = trained(exact_params, groups, like=params, maximize=maximize)
+    native, truth = natives(params, groups, maximize=maximize)
     before = CALLS["triton"]
     optimizer = FusedAdamW(groups(params), **HYPER, maximize=maximize)
     ours = run(optimizer, optimizer.clip_grad_norm_, params)
@@ -213,16 +216,11 @@ def test_parameters_that_do_not_fill_their_memory() -> None:
     base = torch.randn(40, 64, device=DEVICE)
     flat = torch.randn(20000, device=DEVICE)
     params = [nn.Parameter(base[:, ::2]), nn.Parameter(flat[3:19999])]
-    native_params = copies(params)
-    exact_params = copies(params, torch.float64)
+    native, truth = natives(params, one_group, num_steps=6)
     untouched = base[:, 1::2].clone()
     optimizer = FusedAdamW(params, **HYPER)
     ours = run(optimizer, optimizer.clip_grad_norm_, params, num_steps=6)
-    records = [
-        run(torch.optim.AdamW(those, **HYPER), torch_clip(those), those, num_steps=6, like=params)
-        for those in (native_params, exact_params)
-    ]
-    assert_within_native(ours, *records, eps([FP32]))
+    assert_within_native(ours, native, truth, eps([FP32]))
     assert torch.equal(base[:, 1::2], untouched)
     assert torch.equal(base[:, ::2], params[0]) and optimizer.native_reason() is None
 
@@ -232,13 +230,9 @@ def test_many_tiles_and_frozen_neighbours() -> None:
     params = parameters([FP32], DEVICE, shapes=shapes)
     frozen = [nn.Parameter(torch.ones(7, device=DEVICE), requires_grad=False) for _ in range(3)]
     listed = [frozen[0], params[0], frozen[1], *params[1:], frozen[2]]
-    native_params, exact_params = copies(params), copies(params, torch.float64)
+    native, truth = natives(params, one_group, num_steps=4)
     optimizer = FusedAdamW(listed, **HYPER)
     ours = run(optimizer, optimizer.clip_grad_norm_, params, num_steps=4)
-    records = [
-        run(torch.optim.AdamW(those, **HYPER), torch_clip(those), those, num_steps=4, like=params)
-        for those in (native_params, exact_params)
-    ]
-    assert_within_native(ours, *records, eps([FP32]))
+    assert_within_native(ours, native, truth, eps([FP32]))
     assert all(param not in optimizer.state for param in frozen)
     assert copy.deepcopy(optimizer).native_reason() is None

@@ -121,22 +121,6 @@ def test_copies_go_on_alike(how: str) -> None:
     assert same_bits(first, go(twin["params"], twin["optimizer"], 3, first=3))
 
 
-def twice(change: Any) -> None:
-    """`change(params, optimizer)` after three steps means the same to both classes, whatever it moved."""
-    ends = []
-    for kind in (FusedAdamW, torch.optim.AdamW):
-        params, optimizer = make(kind, [FP32])
-        go(params, optimizer, 3)
-        before = CALLS["triton"]
-        change(params, optimizer)
-        ends.append(go(params, optimizer, 3, first=3))
-        assert CALLS["triton"] == before + (3 if kind is FusedAdamW else 0)
-    assert ends[0].steps == ends[1].steps
-    for name, tensors in ends[0].values.items():
-        for ours, native in zip(tensors, ends[1].values[name], strict=True):
-            torch.testing.assert_close(ours, native, rtol=3e-6, atol=1e-7)
-
-
 def replace_a_moment(params: list[nn.Parameter], optimizer: Any) -> None:
     optimizer.state[params[1]]["exp_avg"] = torch.zeros_like(params[1])
 
@@ -212,7 +196,19 @@ def other_layout(params: list[nn.Parameter], optimizer: Any) -> None:
     ],
 )
 def test_changes_from_outside_are_followed(change: Any) -> None:
-    twice(change)
+    """`change(params, optimizer)` after three steps means the same to both classes, whatever it moved."""
+    ends = []
+    for kind in (FusedAdamW, torch.optim.AdamW):
+        params, optimizer = make(kind, [FP32])
+        go(params, optimizer, 3)
+        before = CALLS["triton"]
+        change(params, optimizer)
+        ends.append(go(params, optimizer, 3, first=3))
+        assert CALLS["triton"] == before + (3 if kind is FusedAdamW else 0)
+    assert ends[0].steps == ends[1].steps
+    for name, tensors in ends[0].values.items():
+        for ours, native in zip(tensors, ends[1].values[name], strict=True):
+            torch.testing.assert_close(ours, native, rtol=3e-6, atol=1e-7)
 
 
 def test_weights_written_in_place_raise_in_a_later_backward() -> None:

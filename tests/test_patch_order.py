@@ -51,20 +51,8 @@ def child(order):
     return {"wanted": on, "patched": patched, "double": double, "restored": restored and bare,
             "environment": os.environ.get("SOMASPEED")}
 
-results = {}
-for order in json.loads(sys.argv[1]):
-    read, write = os.pipe()
-    if os.fork() == 0:
-        try:
-            answer = child(order)
-        except BaseException as error:
-            answer = {"error": repr(error)}
-        os.write(write, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(write)
-    results[order] = json.loads(os.fdopen(read).read())
-    os.wait()
-print(json.dumps(results))
+from somaspeed_patch.testing_forks import in_forks
+print(json.dumps(in_forks(json.loads(sys.argv[1]), child)))
 """
 
 

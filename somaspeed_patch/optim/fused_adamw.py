@@ -123,7 +123,7 @@ class FusedAdamW(torch.optim.AdamW):
         raising = error_if_nonfinite or self.options.nonfinite == "raise"
         if plan is None:
             self._settle(self._local_gradients())
-            return native.clip_grad_norm_(self._params(), max_norm, raising)
+            return native.clip_grad_norm_(self.parameters(), max_norm, raising)
         found = plan.refresh()
         self._settle(plan.gradients.parts)
         if not found and not self._asks_other_ranks(plan):
@@ -132,7 +132,7 @@ class FusedAdamW(torch.optim.AdamW):
             norm = self._measure(plan, plan.gradient_row(), max_norm, raising)
         except launch.KernelFailure as error:
             self._give_up(error)
-            return native.clip_grad_norm_(self._params(), max_norm, raising)
+            return native.clip_grad_norm_(self.parameters(), max_norm, raising)
         self._pending = Pending(plan.gradients.parts, plan.tables.shared)
         return norm
 
@@ -183,7 +183,7 @@ class FusedAdamW(torch.optim.AdamW):
         """Why torch's own step would run now instead of the kernels, or None."""
         reason = self._broken or native.group_reason(self.param_groups)
         if reason is None and self._plan is None:
-            reason = native.tensor_reason(self._params())
+            reason = native.tensor_reason(self.parameters())
         return reason
 
     def nonfinite_parameter(self) -> str | None:
@@ -221,16 +221,17 @@ class FusedAdamW(torch.optim.AdamW):
         self.__dict__.setdefault("skipped", SkippedSteps())
         self._start()
 
-    def _params(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in order."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def _local_gradients(self) -> list[Tensor]:
-        return [shards.local(param.grad) for param in self._params() if param.grad is not None]
+        return [shards.local(param.grad) for param in self.parameters() if param.grad is not None]
 
     def _current_plan(self, with_state: bool) -> Plan | None:
         """Tables that hold for the parameters as they are, or None where torch has to do it."""
         reason = self._broken or native.group_reason(self.param_groups)
-        params = self._params()
+        params = self.parameters()
         if reason is None and self._plan is not None and self._plan.holds(params, self.state, with_state):
             return self._plan
         reason = reason or native.tensor_reason(params)

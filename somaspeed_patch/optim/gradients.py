@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,7 @@ class Gradients:
         """
         self._whole, self._params = (grads, params) if distributed else ((), ())
         self.parts = list(map(shards.local, grads)) if distributed else list(grads)
-        same = len(self.parts) == len(self._references)
-        if not (same and all(map(operator.is_, self.parts, map(_call, self._references)))):
+        if not same_objects(self.parts, list(map(_call, self._references))):
             self._references = list(map(weakref.ref, self.parts))
             self.dtypes = list(map(_dtype, self.parts))
             self._all_contiguous = all(map(Tensor.is_contiguous, self.parts))
@@ -87,3 +87,8 @@ def same_order(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape have the same strides, where a stride says anything."""
     strides = zip(a.stride(), b.stride(), a.shape, strict=True)
     return a.numel() == 0 or all(x == y for x, y, size in strides if size > 1)
+
+
+def same_objects(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether two collections hold the same objects in the same order; `==` of tensors compares numbers."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))

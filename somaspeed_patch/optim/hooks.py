@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from somaspeed_patch import features, sites
 from somaspeed_patch.optim.fused_adamw import FusedAdamW
+from somaspeed_patch.optim.gradients import same_objects
 
 CLIP, LEROBOT, TRAINER = "accelerate_clip/clip", "lerobot_optimizer/build", "hf_trainer/optimizer_class"
 
@@ -85,7 +85,7 @@ def _refusal(optimizer: Any, parameters: Sequence[Tensor]) -> str | None:
     reason = optimizer.native_reason()
     if reason is not None:
         return reason
-    held = [param for group in optimizer.param_groups for param in group["params"]]
+    held = optimizer.parameters()
     seen = _compared.get(optimizer)
     if seen is None or not seen.of(held, parameters):
         seen = _compared[optimizer] = _Difference(held, parameters)
@@ -103,7 +103,7 @@ class _Difference:
 
     def of(self, held: Sequence[Tensor], clipped: Sequence[Tensor]) -> bool:
         """Whether it was made for these lists."""
-        return _same(self._held, held) and _same(self._clipped, clipped)
+        return same_objects(self._held, held) and same_objects(self._clipped, clipped)
 
     def refusal(self) -> str | None:
         """Why the two lists are not the same in effect, or None."""
@@ -118,10 +118,6 @@ class _Difference:
 
 
 _compared: WeakKeyDictionary[FusedAdamW, _Difference] = WeakKeyDictionary()
-
-
-def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def build(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from somaspeed_patch.kernels import adamw
+from somaspeed_patch.kernels.device import current
 from somaspeed_patch.optim import nonfinite
 from somaspeed_patch.optim.options import Options
 from somaspeed_patch.optim.plan import Plan
@@ -23,9 +24,8 @@ class KernelFailure(Exception):
 @contextlib.contextmanager
 def _kernels(device: torch.device) -> Iterator[None]:
     """Launch on `device`; an error becomes a KernelFailure."""
-    current = device.type != "cuda" or device.index == torch.cuda.current_device()
     try:
-        with contextlib.nullcontext() if current else torch.cuda.device(device):
+        with current(device):
             yield
     except torch.OutOfMemoryError:
         raise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch.optim import shards
-from somaspeed_patch.optim.gradients import same_order
+from somaspeed_patch.optim.gradients import same_objects, same_order
 from somaspeed_patch.optim.options import Options
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -78,14 +78,12 @@ class Bound:
         self.addresses = self._find()
         """A list a moment, and one of the master weights if there are any; 0 where a parameter has none."""
 
-    def holds(self, state: State) -> bool:
+    def holds(self) -> bool:
         """Whether the state consists of the same entries, with the same steps, at the same addresses."""
         try:
             return (
-                state is self._state
-                and len(state) == len(self._entries)
-                and all(map(operator.is_, state.values(), self._entries))
-                and all(map(operator.is_, map(_step, self._active), self._steps))
+                same_objects(self._state.values(), self._entries)
+                and same_objects(list(map(_step, self._active)), self._steps)
                 and self._find() == self.addresses
             )
         except KeyError:  # somebody took something away

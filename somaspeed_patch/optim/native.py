@@ -102,5 +102,5 @@ def _flat_on_cpu(param: Tensor, entry: Mapping[str, Any]) -> bool:
         param.device.type == "cpu"
         and param.is_floating_point()
         and all(other.dtype == param.dtype and same_order(other, param) for other in others)
-        and same_order(param, torch.empty_like(param, device="meta"))
+        and (param.is_contiguous() or same_order(param, torch.empty_like(param, device="meta")))
     )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from somaspeed_patch.optim.gradients import same_objects
+
 _version = operator.attrgetter("_version")
 
 
@@ -27,8 +29,7 @@ class Pending:
     def holds_for(self, gradients: Sequence[Tensor], writes: int = 0) -> bool:
         """Whether these are the same gradients, each written `writes` times since."""
         versions = [version + writes for version in self._versions] if writes else self._versions
-        same = len(gradients) == len(self._gradients) and all(map(operator.is_, gradients, self._gradients))
-        return same and list(map(_version, gradients)) == versions
+        return same_objects(gradients, self._gradients) and list(map(_version, gradients)) == versions
 
     def written(self, gradients: Sequence[Tensor]) -> int | None:
         """Position of the first of these that is a gradient of then and was written since."""

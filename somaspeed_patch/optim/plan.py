@@ -17,7 +17,7 @@ from torch import Tensor
 
 from somaspeed_patch.kernels import adamw
 from somaspeed_patch.optim import moments, nonfinite, shards
-from somaspeed_patch.optim.gradients import Gradients, same_order
+from somaspeed_patch.optim.gradients import Gradients, same_objects, same_order
 from somaspeed_patch.optim.options import Options
 from somaspeed_patch.optim.upload import CapturedRows, Row
 
@@ -58,13 +58,12 @@ class Plan:
         Args:
             with_state: look at the state, too: `step` needs it, the norm does not.
         """
-        if not (len(params) == len(self.listed) and all(map(operator.is_, params, self.listed))):
-            return False
-        if state is not self._state or params[0].device != self.device:
+        same = state is self._state and same_objects(params, self.listed)
+        if not same or params[0].device != self.device:
             return False
         if self._bound is None or not with_state:
             return True
-        return self._find() == self._addresses and self._bound.holds(state)
+        return self._find() == self._addresses and self._bound.holds()
 
     def refresh(self) -> bool:
         """Look at the parameters' gradients as they are now; False if there are none."""
