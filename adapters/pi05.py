@@ -11,18 +11,13 @@ from typing import Any
 
 import wrapt
 
-from somaspeed_patch.features import Feature
+from somaspeed_patch.features import COMPILE, FROZEN_PREFIX, Feature
 from somaspeed_patch.registry import Patch, with_parameters
 
 REQUIRES = ["lerobot>=0.6.1,<0.7"]
 
 FEATURES = [
-    Feature(
-        name="frozen_prefix",
-        changes="run the frozen PaliGemma side once, without gradient, its last layer only for K and V",
-        exact=True,
-        default=True,
-    ),
+    FROZEN_PREFIX,
     Feature(
         name="compact_tokens",
         changes="leave out absent cameras and padded language slots (lengths 64, 96, 128, all)",
@@ -47,12 +42,7 @@ FEATURES = [
         exact=True,
         default=True,
     ),
-    Feature(
-        name="compile",
-        changes="torch.compile the layers of the frozen stack and of the expert (also on with compile_model)",
-        exact=True,
-        default=False,
-    ),
+    COMPILE,
 ]
 
 _MODEL = "lerobot.policies.pi05.modeling_pi05"
@@ -92,6 +82,12 @@ def _hinting(hook: str) -> Callable[[Any], Any]:
     return make
 
 
+def _carrying(original: Any) -> Any:
+    from somaspeed_patch import fact_hooks
+
+    return wrapt.FunctionWrapper(original, fact_hooks.to_device)
+
+
 PATCHES = [
     Patch(module=_MODEL, name="PI05Pytorch.forward", make=_forward, site="frozen_prefix"),
     Patch(module=_MODEL, name="PI05Pytorch.embed_prefix", make=_embed_prefix, site="frozen_vision"),
@@ -114,7 +110,7 @@ PATCHES = [
     Patch(
         module=_DEVICE,
         name="DeviceProcessorStep._process_tensor",
-        make=_hinting("to_device"),
+        make=_carrying,
         site="mask_moves",
     ),
 ]

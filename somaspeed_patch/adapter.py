@@ -77,6 +77,15 @@ def adapters() -> Mapping[str, Adapter]:
     return {name: _load(name) for name in names}
 
 
+def every_feature() -> Mapping[Feature, list[str]]:
+    """Every feature once, with the names of the adapters that list it."""
+    found: dict[Feature, list[str]] = {}
+    for adapter in adapters().values():
+        for feature in adapter.features:
+            found.setdefault(feature, []).append(adapter.name)
+    return found
+
+
 def _load(name: str) -> Adapter:
     module = importlib.import_module(f"somaspeed_patch.adapters.{name}")
     return Adapter(

@@ -11,7 +11,7 @@ from typing import Any
 
 from somaspeed_patch import features, patching, sites
 from somaspeed_patch._version import __version__
-from somaspeed_patch.adapter import adapters
+from somaspeed_patch.adapter import every_feature
 from somaspeed_patch.host_run import host_program
 
 _RUN_HELP = "patch, then run the host's own command: somaspeed run [flags] -- lerobot-train ARGS"
@@ -68,18 +68,17 @@ def _add_patch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", action="append", default=[], help="an adapter; repeatable; default: all that fit"
     )
-    for adapter in adapters().values():
-        for feature in adapter.features:
-            flag = "--" + feature.name.replace("_", "-")
-            text = feature.changes.replace("%", "%%")
-            if isinstance(feature.default, bool):
-                parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-            else:
-                parser.add_argument(flag, default=None, metavar="VALUE", help=text)
+    for feature in every_feature():
+        flag = "--" + feature.name.replace("_", "-")
+        text = feature.changes.replace("%", "%%")
+        if isinstance(feature.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(flag, default=None, metavar="VALUE", help=text)
 
 
 def _patch(args: argparse.Namespace) -> None:
-    names = [feature.name for adapter in adapters().values() for feature in adapter.features]
+    names = [feature.name for feature in every_feature()]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     patching.patch(*args.target, **given)
 
@@ -110,11 +109,9 @@ def _features(_: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table("feature", "adapter", "changes", "exact", "default")
-    for adapter in adapters().values():
-        for feature in adapter.features:
-            table.add_row(
-                feature.name, adapter.name, feature.changes, _exactness(feature), str(feature.default)
-            )
+    for feature, owners in every_feature().items():
+        default = str(feature.default)
+        table.add_row(feature.name, ", ".join(owners), feature.changes, _exactness(feature), default)
     Console().print(table)
     return 0
 

@@ -1,7 +1,8 @@
 """What can be switched: each adapter declares its features as data, `patch()` sets them, hooks read them.
 
 A feature's value is read at call time, never captured, so `patch(compile=True)` after `patch()` takes
-effect at the next step. All features are on one flat namespace; two adapters may not declare the same name.
+effect at the next step. All features are on one flat namespace; what several policies have in common is one
+feature, declared here and listed by each of their adapters.
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ class Feature:
                 f"feature {self.name}: changes numbers, so its default must be off, not {self.default!r}"
             )
 
+
+FROZEN_PREFIX = Feature(
+    name="frozen_prefix",
+    changes="run the frozen vision-language side once, without gradient, its last layer only for K and V",
+    exact=True,
+    default=True,
+)
+COMPILE = Feature(
+    name="compile",
+    changes="torch.compile the layers of the frozen stack and of the expert (also on with compile_model)",
+    exact=True,
+    default=False,
+)
 
 _values: dict[str, Value] = {}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import somaspeed_patch
-from somaspeed_patch import features
+from somaspeed_patch import facts, features
 from somaspeed_patch.pi05 import hints
 from somaspeed_patch.testing_pi05 import make_batch, make_policy
 
@@ -423,7 +423,7 @@ def test_hints_travel_with_the_mask():
     assert hints.of(meta) is None
     hints.attach(meta, hints.Valid(2, True, False))
     moved = torch.empty(2, 3, dtype=torch.bool, device="meta")
-    hints.copy(meta, moved)
+    facts.moved(meta, moved)
     assert hints.of(moved) == hints.Valid(2, True, False)
 
 

@@ -37,12 +37,3 @@ def tokenize_text(wrapped: Any, step: Any, args: tuple[Any, ...], kwargs: dict[s
     encoded = wrapped(*args, **kwargs)
     hints.record(encoded.get("attention_mask"))
     return encoded
-
-
-def to_device(wrapped: Any, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """DeviceProcessorStep._process_tensor: a moved mask is a new tensor, so its hint moves too."""
-    before = args[0] if args else kwargs["tensor"]
-    after = wrapped(*args, **kwargs)
-    if after is not before:
-        hints.copy(before, after)
-    return after

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-_ATTRIBUTE = "somaspeed_valid"
+from somaspeed_patch import facts
+
+_FACT = "valid"
 
 
 class Valid(NamedTuple):
@@ -30,7 +32,7 @@ class Valid(NamedTuple):
 
 def of(mask: Tensor) -> Valid | None:
     """The hint a mask carries; computed where that costs no sync (CPU); None where only the device knows."""
-    hint = getattr(mask, _ATTRIBUTE, None)
+    hint: Valid | None = facts.get(mask, _FACT)
     if hint is None and mask.device.type == "cpu":
         return measure(mask)
     return hint
@@ -48,12 +50,7 @@ def measure(mask: Tensor) -> Valid:
 def attach(mask: Tensor, hint: Valid | None) -> None:
     """Put a hint on a mask."""
     if hint is not None:
-        setattr(mask, _ATTRIBUTE, hint)
-
-
-def copy(source: Tensor, target: Tensor) -> None:
-    """Carry a hint over to a tensor of the same values."""
-    attach(target, getattr(source, _ATTRIBUTE, None))
+        facts.attach(mask, _FACT, hint)
 
 
 class _Recorder(threading.local):
