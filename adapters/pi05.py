@@ -11,7 +11,7 @@ from typing import Any
 
 import wrapt
 
-from somaspeed_patch.features import COMPILE, FROZEN_PREFIX, Feature
+from somaspeed_patch.features import CAST_ONCE, COMPILE, FROZEN_PREFIX, Feature
 from somaspeed_patch.registry import Patch, with_parameters
 
 REQUIRES = ["lerobot>=0.6.1,<0.7"]
@@ -30,12 +30,7 @@ FEATURES = [
         exact=True,
         default=True,
     ),
-    Feature(
-        name="cast_once",
-        changes="cast frozen fp32 weights to the autocast dtype once, not at every call",
-        exact=True,
-        default=True,
-    ),
+    CAST_ONCE,
     Feature(
         name="frozen_vision",
         changes="with freeze_vision_encoder alone: one vision call for all cameras, without gradient",

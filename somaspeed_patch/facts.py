@@ -25,7 +25,7 @@ _ATTRIBUTE = "somaspeed_facts"
 
 
 class Facts:
-    """The facts of one batch by key. An object of its own type: collating, pinning and moving leave it alone."""
+    """The facts of one batch by key; an object, because collating, pinning and moving leave those alone."""
 
     def __init__(self, by_key: Mapping[str, Mapping[str, Any]]) -> None:
         self.by_key = by_key

@@ -41,6 +41,12 @@ FROZEN_PREFIX = Feature(
     exact=True,
     default=True,
 )
+CAST_ONCE = Feature(
+    name="cast_once",
+    changes="cast frozen fp32 weights to the autocast dtype once, not at every call",
+    exact=True,
+    default=True,
+)
 COMPILE = Feature(
     name="compile",
     changes="torch.compile the layers of the frozen stack and of the expert (also on with compile_model)",

@@ -267,7 +267,7 @@ def test_a_hook_bound_to_something_large_is_not_copied_and_still_runs():
 
 
 def test_only_weights_that_autocast_casts_are_copied():
-    from somaspeed_patch.pi05 import frozen
+    from somaspeed_patch import frozen
 
     tower = make_policy(**EXPERT_ONLY).model.paligemma_with_expert.paligemma.model.vision_tower
     clone = frozen.working_copy(tower, torch.bfloat16)

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import somaspeed_patch
-from somaspeed_patch.pi05 import compiled
+from somaspeed_patch import compiled
 from somaspeed_patch.testing_pi05 import loss_and_gradients as step
 from somaspeed_patch.testing_pi05 import make_batch, make_policy
 

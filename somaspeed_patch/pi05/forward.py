@@ -6,15 +6,14 @@ import logging
 import sys
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from somaspeed_patch import features, sites
-from somaspeed_patch.pi05 import expert, frozen, prefix
-from somaspeed_patch.pi05.compiled import CompiledLayer, compile_vision, eager_vision
+from somaspeed_patch import features, frozen, guarded, sites
+from somaspeed_patch.compiled import CompiledLayer, compile_in_place, eager_again
+from somaspeed_patch.pi05 import expert, prefix
 from somaspeed_patch.sites import Site
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,6 @@ HOST = "lerobot.policies.pi05.modeling_pi05"
 LATER_INPUTS = ("prefix_mask", "states", "state_masks")
 _LATER_OPTIONS = ("rtc_training_max_delay", "use_visual_memory", "use_proprioceptive_memory")
 
-_failed: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # by model, then site: why
 _layers: dict[str, CompiledLayer] = {}
 _host_layer: list[Any] = []  # the host's compute_layer_complete as it was when we patched
 
@@ -38,7 +36,7 @@ def remember_host() -> None:
 def release() -> None:
     """Drop copies, compiled layers and notes."""
     frozen.release()
-    _failed.clear()
+    guarded.release("pi05")
     _layers.clear()
 
 
@@ -51,7 +49,7 @@ def training_forward(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: di
     if why is not None:
         site.declined(why)
         return wrapped(*args, **kwargs)
-    return _or_hosts(site, model, partial(split_forward, model), wrapped, args, kwargs)
+    return guarded.or_hosts(site, model, partial(split_forward, model), wrapped, args, kwargs)
 
 
 def _later_input(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -60,30 +58,13 @@ def _later_input(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     return f"one of {', '.join(LATER_INPUTS)} is given" if used else None
 
 
-def _or_hosts(
-    site: Site, model: Any, ours: Any, hosts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Our function's result; if it raises, the host's, from now on for this model."""
-    try:
-        result = ours(*args, **kwargs)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # never break the host: it can still compute this step itself
-        why = f"failed once and stays native: {type(error).__name__}: {error}"
-        _failed.setdefault(model, {})[site.site] = why
-        site.failed(error)
-        log.exception("%s failed, this model stays native there", site.site)
-        return hosts(*args, **kwargs)
-    site.ran()
-    return result
-
-
 def refusal(model: Any) -> str | None:
     """Why the host's forward has to run, or None."""
     if not features.value("frozen_prefix"):
         return "frozen_prefix is off"
-    if model in _failed and "pi05/frozen_prefix" in _failed[model]:
-        return _failed[model]["pi05/frozen_prefix"]
+    earlier = guarded.why_not(model, "pi05/frozen_prefix")
+    if earlier is not None:
+        return earlier
     if sys.modules[HOST].compute_layer_complete is not _host_layer[0]:
         return "somebody replaced compute_layer_complete, which the split forward would not call"
     later = next((name for name in _LATER_OPTIONS if getattr(model.config, name, False)), None)
@@ -173,8 +154,9 @@ def _embed(
     if not compiling:
         return prefix.embed(trunk, images, tokens, layout)
     site = _compile_site()
+    vision_layers = trunk.vision_tower.vision_model.encoder.layers
     if site.last_fallback is None:
-        compile_vision(trunk.vision_tower)
+        compile_in_place(vision_layers)
     try:
         return prefix.embed(trunk, images, tokens, layout)
     except torch.OutOfMemoryError:
@@ -183,7 +165,7 @@ def _embed(
         # The compiler's; if it was something else, the eager call below raises it again.
         site.failed(error)
         log.warning("pi05: compiling the vision tower failed, it runs eagerly: %s", error)
-        eager_vision(trunk.vision_tower)
+        eager_again(vision_layers)
         return prefix.embed(trunk, images, tokens, layout)
 
 
@@ -236,14 +218,15 @@ def frozen_vision(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[
     if why is not None:
         site.declined(why)
         return wrapped(*args, **kwargs)
-    return _or_hosts(site, model, partial(_embed_with_frozen_vision, model), wrapped, args, kwargs)
+    return guarded.or_hosts(site, model, partial(_embed_with_frozen_vision, model), wrapped, args, kwargs)
 
 
 def _vision_refusal(model: Any, site: Site) -> str | None:
     if not features.value("frozen_vision"):
         return "frozen_vision is off"
-    if model in _failed and site.site in _failed[model]:
-        return _failed[model][site.site]
+    earlier = guarded.why_not(model, site.site)
+    if earlier is not None:
+        return earlier
     if getattr(model.config, "use_visual_memory", False):
         return "the policy has use_visual_memory"
     why = frozen.why_not_frozen(model.paligemma_with_expert.paligemma.model.vision_tower)

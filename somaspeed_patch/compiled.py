@@ -1,13 +1,15 @@
-"""torch.compile for the repeated layers, one graph a shape, with a fall back to eager that the report shows.
+"""torch.compile for the repeated layers, with a fall back to eager that the report shows.
 
-A layer is compiled once and reused for all of a stack: its parameters are graph inputs. Every (batch,
-length) is a static graph of its own; the language buckets keep their number small.
+A layer is compiled once and reused for all of a stack: its parameters are graph inputs. With `dynamic=False`
+every (batch, length) is a static graph of its own, which suits lengths that come in few buckets; with None
+the second length makes torch trace a graph for all of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ MAX_SHAPES = 8  # dynamo's recompile_limit: the ninth graph of one function woul
 class CompiledLayer:
     """`eager(layer, hidden, ...)` compiled; eager again, and said so, where that fails or shapes run out."""
 
-    def __init__(self, eager: Callable[..., Any], site: Site) -> None:
+    def __init__(self, eager: Callable[..., Any], site: Site, dynamic: bool | None = False) -> None:
         self.eager = eager
         self.site = site
-        self.compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
+        self.compiled = torch.compile(eager, dynamic=dynamic, backend=BACKEND)
+        self.most_shapes = MAX_SHAPES if dynamic is False else math.inf
         self.shapes: set[Hashable] = set()
         self.broken = False
 
@@ -37,8 +40,8 @@ class CompiledLayer:
         if shape in self.shapes:  # compiled before: what it raises now is not the compiler's
             self.site.ran()
             return self.compiled(layer, hidden, *rest)
-        if self.broken or len(self.shapes) >= MAX_SHAPES:
-            why = "failed before" if self.broken else f"met more than {MAX_SHAPES} shapes"
+        if self.broken or len(self.shapes) >= self.most_shapes:
+            why = "failed before" if self.broken else f"met more than {self.most_shapes} shapes"
             self.site.declined(f"{self.eager.__name__} {why}; it runs eagerly")
             return self.eager(layer, hidden, *rest)
         return self._first(shape, layer, hidden, *rest)
@@ -51,7 +54,8 @@ class CompiledLayer:
         except Exception as error:  # whatever the compiler raises, the eager layer computes the same
             self.broken = True
             self.site.failed(error)
-            log.warning("pi05: compiling %s failed, it runs eagerly: %s", self.eager.__name__, error)
+            name = self.eager.__name__
+            log.warning("%s: compiling %s failed, it runs eagerly: %s", self.site.site, name, error)
             return self.eager(layer, hidden, *rest)
         self.shapes.add(shape)
         self.site.ran()
@@ -64,14 +68,14 @@ class CompiledLayer:
         return (shapes, hidden.dtype, hidden.requires_grad, torch.is_grad_enabled(), autocast)
 
 
-def compile_vision(tower: Any) -> None:
-    """Compile the encoder layers of a working copy of SigLIP in place, once."""
-    for layer in tower.vision_model.encoder.layers:
+def compile_in_place(layers: Iterable[Any]) -> None:
+    """Compile each layer of a working copy, once."""
+    for layer in layers:
         if layer._compiled_call_impl is None:
             layer.compile(dynamic=False, backend=BACKEND)
 
 
-def eager_vision(tower: Any) -> None:
-    """Undo `compile_vision`."""
-    for layer in tower.vision_model.encoder.layers:
+def eager_again(layers: Iterable[Any]) -> None:
+    """Undo `compile_in_place`."""
+    for layer in layers:
         layer._compiled_call_impl = None

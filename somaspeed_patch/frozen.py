@@ -55,12 +55,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def why_not_frozen(module: nn.Module) -> str | None:
-    """Why `module` cannot be run once without gradient, or None."""
-    if not any(map(_is_in_the_way, _walk(module))):
+def why_not_frozen(module: nn.Module, cut_off: bool = False) -> str | None:
+    """Why `module` cannot be run once without gradient, or None.
+
+    Args:
+        cut_off: nothing of the loss reaches it, so its parameters may require a gradient that never comes.
+    """
+    if not any(_is_in_the_way(child, cut_off) for child in _walk(module)):
         return None
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not cut_off:
             return f"{name} trains"
         if type(parameter) is not nn.Parameter:
             return f"{name} is a {type(parameter).__name__}, not a plain parameter"
@@ -76,9 +80,11 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
         stack.extend(child for child in current._modules.values() if child is not None)
 
 
-def _is_in_the_way(module: nn.Module) -> bool:
+def _is_in_the_way(module: nn.Module, cut_off: bool) -> bool:
     for parameter in module._parameters.values():
-        if parameter is not None and (parameter.requires_grad or type(parameter) is not nn.Parameter):
+        if parameter is None:
+            continue
+        if (parameter.requires_grad and not cut_off) or type(parameter) is not nn.Parameter:
             return True
     return _why_stateful(module) is not None
 

@@ -1,0 +1,119 @@
+"""LeRobot's MolmoAct2 (`lerobot.policies.molmoact2`): the training step, above all with a frozen backbone.
+
+Hooks are class attributes, looked up at each call, so it does not matter whether the policy was built before
+`patch()`. Inference (`predict_action_chunk`, `select_action`, real-time chunking) is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from somaspeed_patch.features import CAST_ONCE, COMPILE, FROZEN_PREFIX, Feature
+from somaspeed_patch.registry import Patch, with_parameters
+
+REQUIRES = ["lerobot>=0.6.1,<0.7"]
+
+FEATURES = [
+    FROZEN_PREFIX,
+    CAST_ONCE,
+    COMPILE,
+    Feature(
+        name="shared_context",
+        changes="MolmoAct2 whose language model trains: one K/V a sample for all its flow timesteps",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="fused_attention",
+        changes="MolmoAct2: fused attention in vision tower and pooling (any batch), not eager in fp32",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="batched_images",
+        changes="MolmoAct2: lay out image crops without a loop or a device sync a sample",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="split_embedding",
+        changes="MolmoAct2: look up vocabulary and added rows without joining the two tables at each call",
+        exact=True,
+        default=True,
+    ),
+]
+
+_MODEL = "lerobot.policies.molmoact2.modeling_molmoact2"
+_HF_MODEL = "lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2"
+
+
+def _flow_loss(original: Any) -> Any:
+    from somaspeed_patch.molmoact2 import forward
+
+    names = ["self", "batch", "model_inputs", "timesteps", "noise", "reduction"]
+    with_parameters(original, names)
+    return wrapt.FunctionWrapper(original, forward.flow_loss)
+
+
+def _hooked(hook: str, *names: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        from somaspeed_patch.molmoact2 import hooks
+
+        with_parameters(original, ["self", *names])
+        return wrapt.FunctionWrapper(original, getattr(hooks, hook))
+
+    return make
+
+
+def _carrying(original: Any) -> Any:
+    from somaspeed_patch import fact_hooks
+
+    return wrapt.FunctionWrapper(original, fact_hooks.to_device)
+
+
+_IMAGES = ("input_ids", "pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
+
+PATCHES = [
+    Patch(
+        module=_MODEL,
+        name="MolmoAct2Policy._compute_flow_matching_loss_joint_per_layer",
+        make=_flow_loss,
+        site="frozen_prefix",
+    ),
+    Patch(
+        module=_HF_MODEL,
+        name="MolmoAct2Embedding.forward",
+        make=_hooked("embedding", "x"),
+        site="split_embedding",
+    ),
+    Patch(
+        module=_HF_MODEL,
+        name="MolmoAct2Model.build_batched_images",
+        make=_hooked("batch_images", *_IMAGES),
+        site="batched_images",
+    ),
+    Patch(
+        module=_HF_MODEL,
+        name="ViTMultiHeadDotProductAttention.forward",
+        make=_hooked("attend", "inputs_q", "inputs_kv", "attn_mask"),
+        site="fused_attention",
+    ),
+    Patch(
+        module="lerobot.processor.device_processor",
+        name="DeviceProcessorStep._process_tensor",
+        make=_carrying,
+        site="moves",
+    ),
+]
+
+
+def release() -> None:
+    """Drop what the hooks cached."""
+    import sys
+
+    forward = sys.modules.get("somaspeed_patch.molmoact2.forward")
+    if forward is not None:
+        forward.release()

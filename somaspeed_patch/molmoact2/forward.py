@@ -1,0 +1,161 @@
+"""The flow-matching loss of MolmoAct2, in place of `_compute_flow_matching_loss_joint_per_layer`.
+
+Two ways: with the language model frozen, or cut off by knowledge insulation, it runs once, without gradient,
+before the expert; otherwise the host's own decoder blocks run, layer by layer beside the expert's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from somaspeed_patch import features, frozen, guarded, sites
+from somaspeed_patch.compiled import CompiledLayer
+from somaspeed_patch.molmoact2 import constants, context, expert, flow, inputs, refusals, vision
+from somaspeed_patch.molmoact2.expert import Rows
+
+Stack = Callable[[Rows, Tensor], tuple[Tensor, Tensor | None]]
+"""Runs all layers on the action rows' hidden states; also returns the language model's, if they exist."""
+
+_layers: dict[str, CompiledLayer] = {}
+
+
+def release() -> None:
+    """Drop copies, compiled layers, constants and notes."""
+    frozen.release()
+    constants.release()
+    guarded.release("molmoact2")
+    _layers.clear()
+
+
+def flow_loss(wrapped: Any, policy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss (a scalar, or [B] with reduction="none") and the language model's last hidden states.
+
+    The hidden states are None where the frozen way runs and `action_mode` is continuous: nobody reads them.
+    """
+    if torch.compiler.is_compiling():  # inside a compiled region of the user's: trace the host's own code
+        return wrapped(*args, **kwargs)
+    for name, stack in (("frozen_prefix", _split), ("shared_context", _joint)):
+        site = sites.site(f"molmoact2/{name}")
+        why = refusals.of(name, policy, kwargs)
+        if why is None:
+            return guarded.or_hosts(site, policy, partial(_loss, policy, stack), wrapped, args, kwargs)
+        site.declined(why)
+    return wrapped(*args, **kwargs)
+
+
+def _loss(
+    policy: Any,
+    stack: Callable[[Any, Mapping[str, Tensor]], Stack],
+    *,
+    batch: dict[str, Tensor],
+    model_inputs: dict[str, Tensor],
+    timesteps: Tensor | None = None,
+    noise: Tensor | None = None,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor | None]:
+    """The order of what draws random numbers is the host's: flow tensors, images, time embedding, layers."""
+    drawn = flow.draw(policy, batch, timesteps, noise)
+    run = stack(policy, model_inputs)
+    rows = flow.rows(policy, batch, model_inputs, drawn)
+    action_expert = policy._action_expert()
+    hidden = action_expert.action_embed(drawn.noisy)
+    hidden, last_hidden = run(rows, hidden if rows.valid is None else hidden * rows.valid)
+    velocity = action_expert.final_layer(hidden, rows.conditioning)
+    velocity = velocity if rows.valid is None else velocity * rows.valid
+    return flow.loss(policy, batch, drawn, velocity, reduction), last_hidden
+
+
+def _split(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
+    """The frozen language model now, the expert's layers when they are asked for."""
+    with torch.no_grad():
+        found = _context(policy, model_inputs)
+    action_expert = policy._action_expert()
+    step = partial(_expert_step, policy)
+
+    def run(rows: Rows, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        for block, key, value in zip(action_expert.blocks, found.keys, found.values, strict=True):
+            hidden = step(block, hidden, *expert.arguments(action_expert, key, value, rows))
+        return hidden, found.hidden
+
+    return run
+
+
+def _context(policy: Any, model_inputs: Mapping[str, Tensor]) -> context.Context:
+    backbone = policy._backbone()
+    transformer = _working(backbone.transformer, model_inputs["input_ids"].device)
+    tower = _working(backbone.vision_backbone, model_inputs["input_ids"].device)
+    prepared = inputs.prepare(backbone, transformer, tower, model_inputs, _layer_fn(vision.vision_block))
+    return context.run(
+        transformer,
+        prepared.embeddings,
+        prepared.position_ids,
+        prepared.bias,
+        need_hidden=policy.config.action_mode != "continuous",
+        layer_fn=_layer_fn(context.language_layer),
+    )
+
+
+def _working(module: Any, device: torch.device) -> Any:
+    """A frozen module, or under autocast a copy whose fp32 weights were cast once."""
+    dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None
+    if dtype is None or module is None:
+        return module
+    sites.site("molmoact2/cast_once").ran()
+    return frozen.working_copy(module, dtype)
+
+
+def _expert_step(policy: Any, block: Any, hidden: Tensor, *rest: Any) -> Tensor:
+    """One layer of the expert, kept or recomputed in the backward as the host's configuration says."""
+    step = _layer_fn(expert.expert_layer)
+    if policy.config.gradient_checkpointing and policy.training and torch.is_grad_enabled():
+        return checkpoint(step, block, hidden, *rest, use_reentrant=False)
+    return step(block, hidden, *rest)
+
+
+def _joint(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
+    """The host's decoder blocks and the expert's layers side by side, under the host's checkpointing."""
+    backbone, action_expert = policy._backbone(), policy._action_expert()
+    embeddings, mask, position_ids, cache_position = policy._prepare_joint_training_backbone_inputs(
+        model_inputs
+    )
+    transformer = backbone.transformer
+    rotary = context.rotary(transformer, embeddings, position_ids)
+    recompute = policy.config.gradient_checkpointing and policy.training and torch.is_grad_enabled()
+
+    def layer(index: int, rows: Rows, language: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        language, key, value = transformer.blocks[index](
+            language, position_embeddings=rotary(index), attention_mask=mask, position_ids=position_ids,
+            past_key_values=None, output_attentions=False, use_cache=False, cache_position=cache_position,
+            collect_layer_kv_states=True,
+        )  # fmt: skip
+        key, value = (backbone._cache_to_sequence(states) for states in (key, value))
+        if policy.config.enable_knowledge_insulation:
+            key, value = key.detach(), value.detach()
+        rest = expert.arguments(action_expert, key, value, rows)
+        return language, _layer_fn(expert.expert_layer)(action_expert.blocks[index], actions, *rest)
+
+    def run(rows: Rows, actions: Tensor) -> tuple[Tensor, Tensor | None]:
+        language = embeddings
+        for index in range(len(action_expert.blocks)):
+            if recompute:
+                language, actions = checkpoint(layer, index, rows, language, actions, use_reentrant=False)
+            else:
+                language, actions = layer(index, rows, language, actions)
+        return actions, transformer.ln_f(language)
+
+    return run
+
+
+def _layer_fn(eager: Any) -> Any:
+    if not features.value("compile"):
+        return eager
+    if eager.__name__ not in _layers:
+        site = sites.site("molmoact2/compile")
+        _layers[eager.__name__] = CompiledLayer(eager, site, dynamic=None)
+    return _layers[eager.__name__]
