@@ -37,15 +37,27 @@ def vision_attention(
     return module.residual_dropout(module.wo(mixed.reshape(*inputs_q.shape[:2], module.hidden_size)))
 
 
-def language_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+def language_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, repeat: bool) -> Tensor:
     """Causal attention in which image tokens also see later image tokens: [B, S, H, D] -> [B, S, H * D].
 
     Args:
         query: [B, S, H, D].
         key, value: [B, S, HK, D]; each K/V head serves H / HK query heads.
         bias: [B, 1, S, S], 0 where a query may look, the dtype's lowest value elsewhere.
+        repeat: see `must_repeat`.
     """
+    if repeat:
+        groups = query.shape[2] // key.shape[2]
+        key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
     return _fused(query, key, value, bias).flatten(2)
+
+
+def must_repeat(device: torch.device) -> bool:
+    """Whether K and V have to be repeated for the query heads.
+
+    Of PyTorch's fused attentions on a GPU only cuDNN's takes a bias and K/V heads of groups.
+    """
+    return device.type == "cuda" and not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

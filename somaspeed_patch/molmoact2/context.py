@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from somaspeed_patch.molmoact2.attention import language_attention
+from somaspeed_patch.molmoact2.attention import language_attention, must_repeat
 
 LayerFn = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -52,25 +52,26 @@ def run(
     step = layer_fn or language_layer
     keys, values = [], []
     blocks = transformer.blocks[: transformer.config.num_hidden_layers]
-    pairs = rotary(transformer, hidden, position_ids)
+    pairs, repeat = rotary(transformer, hidden, position_ids), must_repeat(hidden.device)
     for index, block in enumerate(blocks):
         cos, sin = pairs(index)
         if index == len(blocks) - 1 and not need_hidden:
             key, value = last_keys_and_values(block, hidden, cos, sin)
         else:
-            hidden, key, value = step(block, hidden, cos, sin, bias)
+            hidden, key, value = step(block, hidden, cos, sin, bias, repeat)
         keys.append(key)
         values.append(value)
     return Context(keys=keys, values=values, hidden=transformer.ln_f(hidden) if need_hidden else None)
 
 
 def language_layer(
-    block: Any, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor
+    block: Any, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, repeat: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One decoder layer: hidden [B, S, W] -> hidden, and its K and V [B, S, HK * D].
 
     Args:
         cos, sin: [1 or B, S, D].
+        bias, repeat: as of `language_attention`.
     """
     attention = block.self_attn
     projected = attention.att_proj(block.attn_norm(hidden))
@@ -78,7 +79,7 @@ def language_layer(
     query = rotate(normed_heads(attention, "q_norm", query), cos, sin)
     key = rotate(normed_heads(attention, "k_norm", key), cos, sin)
     value = value.unflatten(-1, (-1, attention.head_dim))
-    hidden = hidden + attention.attn_out(language_attention(query, key, value, bias))
+    hidden = hidden + attention.attn_out(language_attention(query, key, value, bias, repeat))
     hidden = hidden + block.mlp(block.ff_norm(hidden))
     return hidden, key.flatten(2), value.flatten(2)
 
