@@ -44,6 +44,12 @@ FEATURES = [
         exact=True,
         default=True,
     ),
+    Feature(
+        name="deferred_metrics",
+        changes="MolmoAct2: read the step's metrics when somebody looks, not between forward and backward",
+        exact=True,
+        default=True,
+    ),
 ]
 
 _MODEL = "lerobot.policies.molmoact2.modeling_molmoact2"
@@ -56,6 +62,13 @@ def _flow_loss(original: Any) -> Any:
     names = ["self", "batch", "model_inputs", "timesteps", "noise", "reduction"]
     with_parameters(original, names)
     return wrapt.FunctionWrapper(original, forward.flow_loss)
+
+
+def _policy_forward(original: Any) -> Any:
+    from somaspeed_patch.molmoact2 import policy_forward
+
+    with_parameters(original, ["self", "batch", "reduction"])
+    return wrapt.FunctionWrapper(original, policy_forward.policy_forward)
 
 
 def _hooked(hook: str, *names: str) -> Callable[[Any], Any]:
@@ -82,6 +95,12 @@ PATCHES = [
         name="MolmoAct2Policy._compute_flow_matching_loss_joint_per_layer",
         make=_flow_loss,
         site="frozen_prefix",
+    ),
+    Patch(
+        module=_MODEL,
+        name="MolmoAct2Policy.forward",
+        make=_policy_forward,
+        site="deferred_metrics",
     ),
     Patch(
         module=_HF_MODEL,

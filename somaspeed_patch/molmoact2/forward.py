@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from somaspeed_patch import features, frozen, guarded, sites
 from somaspeed_patch.compiled import CompiledLayer
-from somaspeed_patch.molmoact2 import constants, context, expert, flow, inputs, refusals, vision
+from somaspeed_patch.molmoact2 import constants, context, expert, flow, inputs, refusals
 from somaspeed_patch.molmoact2.expert import Rows
 
 Stack = Callable[[Rows, Tensor], tuple[Tensor, Tensor | None]]
@@ -90,7 +90,7 @@ def _context(policy: Any, model_inputs: Mapping[str, Tensor]) -> context.Context
     backbone = policy._backbone()
     transformer = _working(backbone.transformer, model_inputs["input_ids"].device)
     tower = _working(backbone.vision_backbone, model_inputs["input_ids"].device)
-    prepared = inputs.prepare(backbone, transformer, tower, model_inputs, _layer_fn(vision.vision_block))
+    prepared = inputs.prepare(backbone, transformer, tower, model_inputs)
     return context.run(
         transformer,
         prepared.embeddings,

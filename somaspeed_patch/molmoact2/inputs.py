@@ -34,6 +34,8 @@ def why_not(inputs: Mapping[str, Tensor]) -> str | None:
     """Why these model inputs need the host's own preparation, or None."""
     if inputs.get("input_ids") is None:
         return "there are no input_ids"
+    if inputs.get("inputs_embeds") is not None:
+        return "the batch has inputs_embeds"
     if inputs.get("pixel_values_videos") is not None:
         return "the batch has videos"
     mask = inputs.get("attention_mask")
@@ -44,9 +46,7 @@ def why_not(inputs: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def prepare(
-    backbone: Any, transformer: Any, tower: Any, inputs: Mapping[str, Tensor], block_fn: vision.BlockFn
-) -> Prepared:
+def prepare(backbone: Any, transformer: Any, tower: Any, inputs: Mapping[str, Tensor]) -> Prepared:
     """Embeddings with the image features in them, positions and attention bias.
 
     Args:
@@ -57,7 +57,7 @@ def prepare(
     ids = inputs["input_ids"]
     embeddings = _embed(transformer.wte, ids * (ids != -1).to(ids.dtype))
     if inputs.get("pixel_values") is not None:
-        positions, features = _features(backbone, tower, inputs, block_fn)
+        positions, features = _features(backbone, tower, inputs)
         flat = embeddings.flatten(0, 1)
         flat = flat.index_copy(0, positions, flat[positions] + features)
         embeddings = flat.view_as(embeddings)
@@ -89,9 +89,7 @@ def plan(backbone: Any, inputs: Mapping[str, Tensor]) -> Layout | None:
     return found if fits else None
 
 
-def _features(
-    backbone: Any, tower: Any, inputs: Mapping[str, Tensor], block_fn: vision.BlockFn
-) -> tuple[Tensor, Tensor]:
+def _features(backbone: Any, tower: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Positions of the image tokens in the flattened batch, and their features."""
     found = plan(backbone, inputs)
     pooling, ids = inputs["image_token_pooling"], facts.on_cpu(inputs["input_ids"])
@@ -100,7 +98,7 @@ def _features(
     if found is None or len(positions) != (found.samples * found.pooled if rows is None else len(rows)):
         raise Declined("the batch's images do not fit its tokens")
     images, patches = layout.batched(found, inputs["pixel_values"], pooling)
-    features = vision.image_features(tower, images, patches, rows, block_fn)
+    features = vision.image_features(tower, images, patches, rows)
     return constants.on(features.device, positions), features
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,8 @@ def of(feature: str, policy: Any, kwargs: Mapping[str, Any]) -> str | None:
     earlier = guarded.why_not(policy, f"molmoact2/{feature}")
     if earlier is not None:
         return earlier
+    if kwargs.get("reduction", "mean") not in ("mean", "none"):
+        return f"reduction is {kwargs['reduction']!r}"
     backbone = policy._backbone()
     why = _unlike_the_host(policy, backbone) or inputs.why_not(kwargs["model_inputs"])
     if why is None and feature == "frozen_prefix":
@@ -35,7 +37,8 @@ def _unlike_the_host(policy: Any, backbone: Any) -> str | None:
     odd = next((type(p).__name__ for p in expert.parameters() if type(p) is not nn.Parameter), None)
     if odd is not None:
         return f"the expert's parameters are {odd}s, not plain ones"
-    return _hooked("action expert", expert.blocks)
+    hooked = any(_has_hooks(block) or _has_hooks(block.cross_attn) for block in expert.blocks)
+    return "somebody has hooks on blocks of the action expert" if hooked else None
 
 
 def _why_not_frozen(policy: Any, backbone: Any) -> str | None:
@@ -47,10 +50,32 @@ def _why_not_frozen(policy: Any, backbone: Any) -> str | None:
         why = None if module is None else frozen.why_not_frozen(module, cut_off=insulated)
         if why is not None:
             return f"the {name} is not frozen: {why}"
-    return _hooked("language model", backbone.transformer.blocks)
+        why = None if module is None else _why_not_in_parts(name, module)
+        if why is not None:
+            return why
+    return None
 
 
-def _hooked(name: str, blocks: Iterable[nn.Module]) -> str | None:
-    """Hooks on a block's forward would not fire, because its parts are called one by one."""
-    hooked = any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
-    return f"somebody has forward hooks on blocks of the {name}" if hooked else None
+def _why_not_in_parts(name: str, module: nn.Module) -> str | None:
+    """Why a frozen module cannot be run part by part, its last language layer only for K and V.
+
+    Attention dropout is a number of the host's attention modules, no module that `frozen` would find.
+    """
+    for part in module.modules():
+        if _has_hooks(part):
+            return f"somebody has hooks on modules of the {name}"
+        if part.training and getattr(part, "attention_dropout", 0) > 0:
+            return f"attention dropout is active in the {name}"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """They would not fire, because this module is not called as a whole, or not at all.
+
+    The one that transformers puts on the embedding for gradient checkpointing need not: it makes all layers
+    of the frozen model keep activations for a gradient that nobody reads.
+    """
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = module._forward_hooks.values()
+    return any("enable_input_require_grads" not in getattr(hook, "__qualname__", "") for hook in hooks)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from somaspeed_patch.kernels.add_layer_norm import add_layer_norm
 from somaspeed_patch.molmoact2 import constants
 from somaspeed_patch.molmoact2.attention import vision_attention
 from somaspeed_patch.molmoact2.layout import Layout
 
-BlockFn = Callable[[Any, Tensor], Tensor]
 
-
-def vision_block(block: Any, hidden: Tensor) -> Tensor:
-    """One block of the tower: [B, P, W] -> [B, P, W]."""
-    hidden = hidden + vision_attention(block.attention, block.attention_norm(hidden))
-    return hidden + block.feed_forward(block.ffn_norm(hidden))
-
-
-def image_features(
-    backbone: Any, images: Tensor, pooling: Tensor, rows: Tensor | None, block_fn: BlockFn = vision_block
-) -> Tensor:
+def image_features(backbone: Any, images: Tensor, pooling: Tensor, rows: Tensor | None) -> Tensor:
     """One vector an image token: [tokens, W], in the order of the tokens.
 
     Args:
@@ -31,9 +22,8 @@ def image_features(
         images: [N, C, patches, pixels], in [-1, 1] or uint8.
         pooling: [N, P, pool], patches of the sample that a token pools, -1 where there is none.
         rows: tokens of the flattened [N * P] that exist; None: all.
-        block_fn: `vision_block` or a compiled version of it.
     """
-    patches = _tower(backbone, _on_the_grid(images).to(backbone.dtype), block_fn)
+    patches = _tower(backbone, _on_the_grid(images).to(backbone.dtype))
     pooled = backbone.image_projector(_pooled(backbone, patches, pooling)).flatten(0, 1)
     return pooled if rows is None else pooled[constants.on(pooled.device, rows)]
 
@@ -58,19 +48,51 @@ def _on_the_grid(images: Tensor) -> Tensor:
     return images.float() / 255.0 * 2.0 - 1.0
 
 
-def _tower(backbone: Any, images: Tensor, block_fn: BlockFn) -> Tensor:
-    """[N, C, patches, pixels] -> [N, C * patches, W * layers]."""
+def _tower(backbone: Any, images: Tensor) -> Tensor:
+    """[N, C, patches, pixels] -> [N, C * patches, W * layers].
+
+    The residual branch of a block is added where the next norm reads the sum, in one kernel.
+    """
     vit = backbone.image_vit
     hidden = vit.patch_embedding(images.flatten(0, 1))
     hidden = vit.add_pos_emb(hidden, vit.config.image_num_patch)
     wanted = [int(layer) for layer in backbone.vit_layers]
     found: dict[int, Tensor] = {}
+    tanh_gelu = hidden.is_cuda and _is_tanh_gelu(vit.transformer.resblocks[0].feed_forward.act)
+    branch: Tensor | None = None
     for index, block in enumerate(vit.transformer.resblocks):
-        hidden = block_fn(block, hidden)
-        if index in wanted:
-            found[index] = hidden
+        hidden, normed = _add_norm(hidden, branch, block.attention_norm)
+        if index - 1 in wanted:
+            found[index - 1] = hidden
+        branch = vision_attention(block.attention, normed)
+        hidden, normed = _add_norm(hidden, branch, block.ffn_norm)
+        branch = _feed_forward(block.feed_forward, normed, tanh_gelu)
+    last = len(vit.transformer.resblocks) - 1
+    if last in wanted:
+        found[last] = hidden + branch
     features = torch.cat([found[layer] for layer in wanted], dim=-1)
     return features.view(images.shape[0], -1, features.shape[-1])
+
+
+def _add_norm(hidden: Tensor, branch: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """The sum and its norm."""
+    if branch is not None and branch.dtype != hidden.dtype:
+        hidden, branch = hidden + branch, None
+    return add_layer_norm(hidden, branch, norm.weight, norm.bias, norm.eps)
+
+
+def _feed_forward(mlp: Any, x: Tensor, tanh_gelu: bool) -> Tensor:
+    """ViTMLP; on a GPU the tanh GELU runs in the epilogue of the product before it, on the fp32 sums."""
+    if tanh_gelu and type(mlp.w1) is nn.Linear and x.dtype == mlp.w1.weight.dtype:
+        inner = torch._addmm_activation(mlp.w1.bias, x.flatten(0, -2), mlp.w1.weight.t(), use_gelu=True)
+        return mlp.w2(inner.view(*x.shape[:-1], -1))
+    return mlp.w2(mlp.act(mlp.w1(x)))
+
+
+def _is_tanh_gelu(act: Any) -> bool:
+    """Whether an activation of transformers is GELU by tanh, which is what the epilogue computes."""
+    probe = torch.tensor([-3.0, -1.0, 0.5, 2.0])
+    return torch.equal(act(probe), F.gelu(probe, approximate="tanh"))
 
 
 def _pooled(backbone: Any, patches: Tensor, pooling: Tensor) -> Tensor:
