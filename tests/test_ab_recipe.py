@@ -22,6 +22,16 @@ arms:
 """
 
 
+CACHED = (
+    GOOD
+    + """\
+  native_cached: {targets: none, against: none}
+  patched_cached: {targets: default, against: native_cached}
+loader: {native: native_cached, patched: patched_cached}
+"""
+)
+
+
 @pytest.fixture
 def write(tmp_path):
     def write(text):
@@ -60,8 +70,27 @@ def test_chooses_arms_in_the_order_given(write):
         load(write(GOOD)).chosen("nativ", None)
 
 
-def test_the_shipped_recipe_is_found_by_name():
-    recipe = load("pi05_libero_tiny")
+def test_an_arm_is_compared_with_the_one_it_names(write):
+    recipe = load(write(CACHED))
+    assert recipe.loader == {"native": "native_cached", "patched": "patched_cached"}
+    assert {arm.name: recipe.reference(arm) for arm in recipe.arms} == {
+        "native": None,
+        "other": "native",
+        "patched": "native",
+        "native_cached": None,
+        "patched_cached": "native_cached",
+    }
+    alone = recipe.chosen("native_cached,patched_cached", None)
+    assert [alone.reference(arm) for arm in alone.arms] == [None, "native_cached"]
+    without = recipe.chosen("native,patched_cached", None)
+    assert [without.reference(arm) for arm in without.arms] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "name", ["pi05_libero", "pi05_libero_tiny", "molmoact2_libero", "molmoact2_libero_tiny"]
+)
+def test_the_shipped_recipes_are_found_by_name(name):
+    recipe = load(name)
     assert recipe.baseline.name == "native" and recipe.baseline.targets == ()
 
 
@@ -123,7 +152,7 @@ BAD = {
     "all discarded": (
         GOOD + "discard: 30\n",
         12,
-        "discard: must leave at least one of the 30 updates, but is 30",
+        "discard: must leave at least one of the 30 updates of native, but is 30",
     ),
     "no arms": (GOOD[: GOOD.index("arms:")], 1, "arms: missing; expected at least one arm"),
     "arm no mapping": (GOOD.replace("{targets: none}", "none"), 7, "arms.native: expected a mapping"),
@@ -143,6 +172,31 @@ BAD = {
         GOOD.replace("{targets: default}", "{targets: default, features: {record_steps: true}}"),
         11,
         "arms.patched.features.record_steps: expected a quoted value, but is True",
+    ),
+    "first arm against another": (
+        GOOD.replace("{targets: none}", "{targets: none, against: other}"),
+        7,
+        "arms.native.against: the first arm is the baseline; leave it out",
+    ),
+    "against an unknown arm": (
+        CACHED.replace("against: native_cached", "against: native_cashed"),
+        13,
+        "arms.patched_cached.against: no other arm is called 'native_cashed'; did you mean native_cached?",
+    ),
+    "against itself": (
+        CACHED.replace("against: native_cached", "against: patched_cached"),
+        13,
+        "arms.patched_cached.against: no other arm is called 'patched_cached'",
+    ),
+    "loader of an unknown arm": (
+        CACHED.replace("{native: n", "{nativ: n"),
+        14,
+        "loader.nativ: unknown key; did you mean native?",
+    ),
+    "loader without other data": (
+        CACHED.replace("patched: patched_cached", "patched: other"),
+        14,
+        "loader.patched: cached batches are other data, so it must be an arm with `against`, but is 'other'",
     ),
     "given twice": (GOOD + "steps: 3\n", 12, "steps: given twice; keep one"),
     "a list": ("- a\n", 1, "expected a mapping of keys"),

@@ -20,6 +20,13 @@ arms:
 """
 
 
+CACHED = """\
+  native_cached: {targets: none, against: none}
+  patched_cached: {targets: none, against: native_cached}
+loader: {native: native_cached, patched: patched_cached}
+"""
+
+
 def _update(samples, total):
     return Update(samples=samples, seconds={"total": total})
 
@@ -100,9 +107,9 @@ def test_the_slowest_rank_decides_and_samples_add_up(tmp_path):
 def ab(tmp_path):
     """A recipe and its runs: native at 2 s an update, patched at 1 s."""
     file = tmp_path / "hand.yaml"
-    file.write_text(RECIPE)
 
-    def ab(speeds=None, loss=1.0, failed=(), seconds=_seconds):
+    def ab(speeds=None, loss=1.0, failed=(), seconds=_seconds, more=""):
+        file.write_text(RECIPE + more)
         runs = []
         for arm, totals in (speeds or {"native": (2.0, 2.0), "patched": (1.0, 1.0)}).items():
             for repeat, total in enumerate(totals, 1):
@@ -210,6 +217,47 @@ def test_a_loader_that_decides_is_named(ab):
     assert results.build(*ab())["arms"]["patched"]["loader_bound"] is None
 
 
+def test_cached_arms_say_whether_the_loader_decides_and_stand_for_nothing_else(ab):
+    speeds = {"native": (2.0,), "patched": (1.0,), "native_cached": (1.9,), "patched_cached": (0.5,)}
+    found = results.build(*ab(speeds, more=CACHED))
+    assert set(found["gate"]) == {"patched", "patched_cached"} and results.exit_code(found) == 0
+    assert found["comparison"]["native_cached"]["against"] is None
+    assert "ratio" not in found["comparison"]["native_cached"]
+    assert found["comparison"]["patched_cached"]["against"] == "native_cached"
+    assert found["comparison"]["patched_cached"]["ratio"] == pytest.approx(1.9 / 0.5)
+    assert {name: fields["bound"] for name, fields in found["loader"].items()} == {
+        "native": "compute",
+        "patched": "loader",
+    }
+    assert table.rows(found)[-1] == (
+        "speed against baseline",
+        "-",
+        "2.00x",
+        "not compared",
+        "3.80x of native_cached",
+    )
+    text = table.markdown(found)
+    assert "native: 4.00 samples/s with the real loader, 4.21 with cached batches: compute-bound" in text
+    assert "patched: 8.00 samples/s with the real loader, 16.00 with cached batches: loader-bound" in text
+    assert "native_cached trains on other data than the baseline and is not compared with any arm" in text
+
+
+def test_a_red_or_failed_arm_gives_no_word_on_the_loader(ab):
+    speeds = {"native": (2.0,), "patched": (1.0,), "native_cached": (1.9,), "patched_cached": (0.5,)}
+    assert set(results.build(*ab(speeds, loss=1.01, more=CACHED))["loader"]) == {"native"}
+    failed = results.build(*ab(speeds, failed=("native_cached",), more=CACHED))
+    assert failed["loader"] == {} and set(failed["gate"]) == {"patched"}
+    assert "samples_per_second" not in failed["arms"]["patched_cached"]
+
+
+def test_cached_arms_by_themselves_are_an_ordinary_comparison(ab):
+    speeds = {"native_cached": (2.0,), "patched_cached": (1.0,)}
+    recipe, runs = ab(speeds, more=CACHED)
+    found = results.build(recipe.chosen("native_cached,patched_cached", None), runs)
+    assert found["comparison"]["patched_cached"]["ratio"] == 2.0 and found["loader"] == {}
+    assert all("against" not in fields for fields in found["comparison"].values())
+
+
 def test_the_results_are_strict_json(ab, tmp_path):
     recipe, runs = ab(loss=float("nan"))
     text = json.dumps(results.build(recipe, runs), allow_nan=False)
@@ -221,3 +269,13 @@ def test_arms_are_interleaved_forwards_and_backwards(ab):
     order = [(repeat, arm.name) for repeat, arm in interleaved(recipe.chosen(None, 3))]
     assert [name[0] for _, name in order] == list("nppnnp")
     assert [repeat for repeat, _ in order] == [1, 1, 2, 2, 3, 3]
+
+
+def test_an_arm_that_was_ended_earlier_is_judged_and_measured_over_its_own_updates(ab):
+    short = "  slow: {targets: none, stop_after: 6, discard: 4}\n"
+    found = results.build(*ab({"native": (2.0,), "patched": (1.0,), "slow": (4.0,)}, more=short))
+    assert found["gate"]["slow"]["green"]
+    slow = found["arms"]["slow"]
+    assert (slow["updates"], slow["discarded"]) == (6, 4)
+    assert slow["samples_per_second"]["repeats"] == [pytest.approx(16 / 13.0)]  # updates of 9 and of 4 s
+    assert found["comparison"]["slow"]["completed_steps"] == 6

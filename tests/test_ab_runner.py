@@ -153,3 +153,12 @@ def test_features_become_flags(make, tmp_path):
     ours = words[: words.index("--")]
     assert ours[4:8] == ("--target", "pi05", "--target", "step_recorder")
     assert ours[9:] == ("--no-frozen-prefix", "--compile", "--x=y")
+
+
+def test_a_slow_arm_is_ended_after_its_own_number_of_updates(make, tmp_path):
+    recipe = make("stay")
+    recipe.path.write_text(recipe.path.read_text().replace("targets: none", "targets: none, stop_after: 2"))
+    begun = time.monotonic()
+    (run,) = runner.run_all(load(str(recipe.path)), tmp_path / "out")
+    assert (run.status, run.note) == ("finished", "ended after 2 updates, as its stop_after says")
+    assert time.monotonic() - begun < 20

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
+from somaspeed_patch import features
 from somaspeed_patch.ab import synthetic, synthetic_gate, synthetic_recipe
 from somaspeed_patch.ab.yaml_reader import RecipeError
+from somaspeed_patch.pi05 import hints
 
 RECIPE = """
 description: tiny
@@ -121,14 +123,45 @@ def test_an_arm_that_does_not_fit_is_a_line_and_the_others_run(recipe_file, monk
     assert "out of memory" in synthetic.table(found)
 
 
+def test_an_arm_that_fails_at_the_gate_is_red_and_the_others_run(recipe_file, monkeypatch):
+    recipe = synthetic_recipe.load(str(recipe_file)).chosen("native,patched", 1)
+    loss_and_gradients = synthetic.Subject.loss_and_gradients
+
+    def refuse(self, batch):
+        if features.values():
+            raise RuntimeError("no such kernel")
+        return loss_and_gradients(self, batch)
+
+    monkeypatch.setattr(synthetic.Subject, "loss_and_gradients", refuse)
+    found = synthetic.run(recipe, device=torch.device("cpu"), say=lambda line: None)
+    assert found["gate"]["patched"] == {"green": False, "failure": "failed: RuntimeError: no such kernel"}
+    assert {cell["arm"] for cell in found["cells"]} == {"native"}
+    assert "RED failed: RuntimeError: no such kernel, no figures" in synthetic.table(found)
+
+
+@pytest.mark.parametrize("padding", [None, "right"])
+def test_the_mask_carries_what_its_values_say(recipe_file, padding):
+    subject = synthetic.SUBJECTS["pi05"](synthetic_recipe.load(str(recipe_file)), torch.device("cpu"))
+    mask = subject.batch(4, padding=padding)["observation.language.attention_mask"]
+    assert mask.shape == (4, 48)
+    assert (mask.sum(1)[1:] < 20).all() == (padding == "right")
+    assert hints.of(mask) == hints.measure(mask) == hints.Valid(20, True, False)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ("model: pi05", "model: pi06", r":8: synthetic.model: expected one of pi05, but is 'pi06'"),
+        (
+            "model: pi05",
+            "model: pi06",
+            r":8: synthetic.model: expected one of pi05, molmoact2, but is 'pi06'",
+        ),
         ("slots: 48", "slot: 48", r":11: synthetic.slot: unknown key; did you mean slots\?"),
         ("tokens: 20", "tokens: 64", r":12: synthetic.tokens: must be at most slots, 48, but is 64"),
+        ("size: micro", "size: mikro", r"synthetic.size: expected one of full, micro, small, but is 'mikro'"),
         ("batches: [2, 4]", "batches: []", r"arms.native.batches: expected a list of batch sizes"),
         ("patched: true,", "patched: yes please,", r"arms.patched.patched: expected true or false"),
+        ("patched: true,", "padding: left,", r"arms.patched.padding: expected right, but is 'left'"),
         ("gradient_checkpointing", "checkpointing", r"unknown key; did you mean gradient_checkpointing\?"),
         ("synthetic:", "synthetics:", r"synthetic: missing; --synthetic needs this section"),
     ],

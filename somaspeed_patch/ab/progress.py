@@ -19,7 +19,8 @@ def bar(recipe: Recipe) -> Iterator[Watch]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     done: dict[str, int] = {}
     with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
-        task = progress.add_task(recipe.name, total=recipe.steps * recipe.repeats * len(recipe.arms))
+        total = recipe.repeats * sum(recipe.updates(arm) for arm in recipe.arms)
+        task = progress.add_task(recipe.name, total=total)
 
         def watch(label: str, updates: int) -> None:
             done[label] = updates

@@ -24,6 +24,8 @@ from somaspeed_patch.features import Value
 
 Targets = tuple[str, ...] | None
 
+NOBODY = "none"  # `against: none`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
@@ -49,6 +51,12 @@ class Arm:
     """host arguments after the recipe's own, so they win"""
     environment: Mapping[str, str]
     """variables on top of the recipe's"""
+    against: str | None = None
+    """the arm to compare with, or NOBODY where this one trains on other data; None: the first arm"""
+    stop_after: int | None = None
+    """updates after which its runs are ended, for a slow arm; None: the recipe's steps"""
+    discard: int | None = None
+    """first updates left out of its figures; None: the recipe's"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +87,27 @@ class Recipe:
     """for the parity gate"""
     arms: tuple[Arm, ...]
     """the first one is the baseline"""
+    loader: Mapping[str, str]
+    """arms, and for each the arm that does the same work on cached batches"""
 
     @property
     def baseline(self) -> Arm:
-        """The arm that the others are compared with."""
+        """The arm that the others are compared with, but for those that say otherwise."""
         return self.arms[0]
+
+    def updates(self, arm: Arm) -> int:
+        """How many updates a run of `arm` has."""
+        return self.steps if arm.stop_after is None else min(arm.stop_after, self.steps)
+
+    def discarded(self, arm: Arm) -> int:
+        """How many of them are left out of its figures."""
+        return self.discard if arm.discard is None else arm.discard
+
+    def reference(self, arm: Arm) -> str | None:
+        """The arm that `arm` is compared with; None for the baseline, and when it is NOBODY or not chosen."""
+        name = self.baseline.name if arm.against is None else arm.against
+        others = [other.name for other in self.arms if other is not arm]
+        return name if name in others else None
 
     def chosen(self, names: str | None, repeats: int | None) -> Recipe:
         """With only the arms in a comma-separated list, the first of them the baseline, and other repeats."""
@@ -106,6 +130,7 @@ def load(name_or_path: str) -> Recipe:
     top = Section.of_file(path)
     top.allow(_KEYS)
     steps = top.get("steps", whole, "the number of updates of a run")
+    arms = _arms(top)
     recipe = Recipe(
         name=path.stem,
         path=path,
@@ -118,10 +143,13 @@ def load(name_or_path: str) -> Recipe:
         repeats=top.get("repeats", whole, "a whole number of runs", 2),
         timeout_seconds=top.get("timeout_seconds", number, "seconds", 3600.0),
         tolerance=_tolerance(top.section("tolerance", "a mapping of loss and grad_norm")),
-        arms=_arms(top),
+        arms=arms,
+        loader=_loader(top, arms),
     )
-    if recipe.discard >= steps:
-        top.fail("discard", f"must leave at least one of the {steps} updates, but is {recipe.discard}")
+    for arm in arms:
+        left, out = recipe.updates(arm), recipe.discarded(arm)
+        if out >= left:
+            top.fail("discard", f"must leave at least one of the {left} updates of {arm.name}, but is {out}")
     return recipe
 
 
@@ -136,9 +164,10 @@ _KEYS = (
     "timeout_seconds",
     "tolerance",
     "arms",
+    "loader",
     "synthetic",  # read by synthetic_recipe.py
 )
-_ARM_KEYS = ("targets", "features", "arguments", "environment")
+_ARM_KEYS = ("targets", "features", "arguments", "environment", "against", "stop_after", "discard")
 
 
 def find(name_or_path: str) -> Path:
@@ -190,7 +219,45 @@ def _arm(arms: Section, name: str) -> Arm:
         features=features_of(section),
         arguments=section.get("arguments", texts, "a list of host arguments", ()),
         environment=section.get("environment", variables, "a mapping of names to values", {}),
+        against=_against(section, name, arms.names),
+        stop_after=_count(section, "stop_after", 1),
+        discard=_count(section, "discard", 0),
     )
+
+
+def _count(section: Section, key: str, least: int) -> int | None:
+    """A number of updates, or None where the recipe's own counts."""
+    if key not in section.names:
+        return None
+    return section.get(key, lambda value: whole(value, least), f"a whole number of updates from {least} on")
+
+
+def _against(section: Section, name: str, names: tuple[str, ...]) -> str | None:
+    """Checked: the first arm has none, and every other one names another arm, or NOBODY."""
+    if "against" not in section.names:
+        return None
+    if name == names[0]:
+        section.fail("against", "the first arm is the baseline; leave it out")
+    found = section.get("against", text, "an arm, or none")
+    others = [other for other in names if other != name]
+    if found not in (*others, NOBODY):
+        section.fail("against", f"no other arm is called {found!r}{nearest(found, (*others, NOBODY))}")
+    return found
+
+
+def _loader(top: Section, arms: tuple[Arm, ...]) -> Mapping[str, str]:
+    """The arms with cached batches, by the arm whose loader they are to judge."""
+    section = top.section("loader", "a mapping of arms to the arms with cached batches")
+    if section is None:
+        return {}
+    section.allow(arm.name for arm in arms)
+    twins = {name: section.get(name, text, "the arm with cached batches") for name in section.names}
+    apart = [arm.name for arm in arms if arm.against is not None]
+    for name, twin in twins.items():
+        if twin not in apart:
+            why = "cached batches are other data, so it must be an arm with `against`"
+            section.fail(name, f"{why}, but is {twin!r}{nearest(twin, apart)}")
+    return twins
 
 
 def _targets(section: Section) -> Targets:

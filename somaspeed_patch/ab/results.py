@@ -3,7 +3,8 @@
     samples_per_second_steady = global batches / the slowest rank's seconds, without the first updates
     ratio                     = median of the arm over repeats / median of the baseline
 
-A red gate withholds every speed figure of that arm. All speeds include the loader and the optimizer.
+A red gate withholds every speed figure of that arm. All speeds include the loader and the optimizer. An arm
+that trains on other data has `against` in the recipe: it is compared with that arm, or with none.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from typing import Any
 from somaspeed_patch._version import __version__
 from somaspeed_patch.ab import machine
 from somaspeed_patch.ab.gate import Verdict, judge
-from somaspeed_patch.ab.recipe import Recipe
+from somaspeed_patch.ab.recipe import Arm, Recipe
 from somaspeed_patch.ab.runner import FINISHED, Run
 from somaspeed_patch.ab.steps import Series, Update, read
 
 PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
 GIB = 2.0**30
+_LOADER_COST = 0.1  # an arm that is faster by more than this part on cached batches is loader-bound
 _LOADER_SHARE = 0.5  # data and preprocess above this part of the step: the loader decides the speed
 
 
@@ -36,25 +38,39 @@ class ArmRuns:
     runs: tuple[Run, ...]
     series: tuple[Series, ...]
     failure: str
+    updates: int
+    """of each run"""
+    discard: int
+    """first updates left out of the figures"""
 
     @classmethod
-    def of(cls, name: str, runs: Sequence[Run]) -> ArmRuns:
-        """Read the steps of the runs of arm `name`."""
-        mine = sorted((run for run in runs if run.arm == name), key=lambda run: run.repeat)
+    def of(cls, recipe: Recipe, arm: Arm, runs: Sequence[Run]) -> ArmRuns:
+        """Read the steps of the runs of `arm`."""
+        mine = sorted((run for run in runs if run.arm == arm.name), key=lambda run: run.repeat)
         finished = tuple(run for run in mine if run.status == FINISHED)
         failures = [f"run {run.repeat}: {run.reason}" for run in mine if run.status != FINISHED]
-        series = tuple(read(run.steps_file) for run in finished)
-        return cls(name=name, runs=finished, series=series, failure="; ".join(failures))
+        return cls(
+            name=arm.name,
+            runs=finished,
+            # a run that is cut may have recorded one more
+            series=tuple(read(run.steps_file).first(recipe.updates(arm)) for run in finished),
+            failure="; ".join(failures),
+            updates=recipe.updates(arm),
+            discard=recipe.discarded(arm),
+        )
 
 
 def build(recipe: Recipe, runs: Sequence[Run]) -> dict[str, Any]:
     """Everything there is to say about these runs, as plain data; see recipes/README.md for the fields."""
-    arms = {arm.name: ArmRuns.of(arm.name, runs) for arm in recipe.arms}
-    baseline = arms[recipe.baseline.name]
-    judged = {} if baseline.failure else {name: arm for name, arm in arms.items() if not arm.failure}
-    verdicts = {name: _judge(recipe, baseline, arm) for name, arm in judged.items() if arm is not baseline}
+    arms = {arm.name: ArmRuns.of(recipe, arm, runs) for arm in recipe.arms}
+    compared = {arm.name: arms[other] for arm in recipe.arms if (other := recipe.reference(arm))}
+    verdicts = {
+        name: _judge(recipe, other, arms[name])
+        for name, other in compared.items()
+        if not (other.failure or arms[name].failure)
+    }
     shown = [
-        arm for name, arm in arms.items() if arm is baseline or name in verdicts and verdicts[name].green
+        arm for name, arm in arms.items() if name not in compared or name in verdicts and verdicts[name].green
     ]
     found = {
         "somaspeed": __version__,
@@ -65,10 +81,9 @@ def build(recipe: Recipe, runs: Sequence[Run]) -> dict[str, Any]:
         "machine": {**machine.processor(), "devices": _devices(arms.values())},
         "commit": machine.commit(),
         "gate": {name: asdict(verdict) for name, verdict in verdicts.items()},
-        "arms": {name: _arm(arm, recipe.discard, speed=arm in shown) for name, arm in arms.items()},
-        "comparison": {
-            name: _compared(arm, baseline, recipe.discard, speed=arm in shown) for name, arm in arms.items()
-        },
+        "arms": {name: _arm(arm, speed=arm in shown) for name, arm in arms.items()},
+        "comparison": _comparison(recipe, arms, shown),
+        "loader": _loader(recipe, shown),
     }
     plain: dict[str, Any] = _strict(found)
     return plain
@@ -127,11 +142,28 @@ def loader_bound(phases: Mapping[str, float], total: float) -> str | None:
     )
 
 
+def _loader(recipe: Recipe, shown: Sequence[ArmRuns]) -> dict[str, Any]:
+    """For each arm with a twin on cached batches: both speeds, and what bounds the arm."""
+    speeds = {arm.name: _speeds(arm)["samples_per_second"]["median"] for arm in shown if arm.series}
+    pairs = {name: twin for name, twin in recipe.loader.items() if name in speeds and twin in speeds}
+    return {
+        name: {
+            "cached": twin,
+            "samples_per_second": speeds[name],
+            "samples_per_second_cached": speeds[twin],
+            "bound": "loader" if speeds[twin] > (1 + _LOADER_COST) * speeds[name] else "compute",
+        }
+        for name, twin in pairs.items()
+    }
+
+
 def _judge(recipe: Recipe, baseline: ArmRuns, arm: ArmRuns) -> Verdict:
+    """Over the updates that both have."""
+    common = min(baseline.updates, arm.updates)
     return judge(
-        baseline.series,
-        arm.series,
-        steps=recipe.steps,
+        [series.first(common) for series in baseline.series],
+        [series.first(common) for series in arm.series],
+        steps=common,
         tolerance=recipe.tolerance,
         names=(baseline.name, arm.name),
     )
@@ -152,10 +184,10 @@ def _devices(arms: Any) -> list[str]:
     return sorted({step.device for arm in arms for series in arm.series for step in series.every()})
 
 
-def _arm(arm: ArmRuns, discard: int, *, speed: bool) -> dict[str, Any]:
+def _arm(arm: ArmRuns, *, speed: bool) -> dict[str, Any]:
     """Runs, memory, sites; and when they may be shown, speed and phases."""
     steps = [step for series in arm.series for step in series.every()]
-    figures = _speeds(arm, discard) if speed and arm.series else {}
+    figures = _speeds(arm) if speed and arm.series else {}
     return {
         "failure": arm.failure,
         "runs": [asdict(run) for run in arm.runs],
@@ -163,21 +195,23 @@ def _arm(arm: ArmRuns, discard: int, *, speed: bool) -> dict[str, Any]:
         "peak_allocated_gib": max(step.peak_bytes for step in steps) / GIB if steps else None,
         "peak_counts": steps[0].peak_kind if steps else "",
         "sites": _sites(arm),
+        "updates": arm.updates,
+        "discarded": arm.discard,
         **figures,
     }
 
 
-def _speeds(arm: ArmRuns, discard: int) -> dict[str, Any]:
+def _speeds(arm: ArmRuns) -> dict[str, Any]:
     """Samples a second by repeat; median seconds of the step and of its phases over all repeats."""
-    steady = [update for series in arm.series for update in series.updates()[discard:]]
+    steady = [update for series in arm.series for update in series.updates()[arm.discard :]]
     medians = {
         phase: statistics.median(update.seconds[phase] for update in steady) for phase in (*PHASES, "total")
     }
     return {
         "samples_per_second": spread(
-            [samples_per_second(series.updates(), discard) for series in arm.series]
+            [samples_per_second(series.updates(), arm.discard) for series in arm.series]
         ),
-        "step_seconds": spread([_median_step(series, discard) for series in arm.series]),
+        "step_seconds": spread([_median_step(series, arm.discard) for series in arm.series]),
         "phase_seconds": medians,
         "loader_bound": loader_bound(medians, medians["total"]),
     }
@@ -202,7 +236,19 @@ def _sites(arm: ArmRuns) -> list[Any]:
     return sites
 
 
-def _compared(arm: ArmRuns, baseline: ArmRuns, discard: int, *, speed: bool) -> dict[str, Any]:
+def _comparison(recipe: Recipe, arms: Mapping[str, ArmRuns], shown: Sequence[ArmRuns]) -> dict[str, Any]:
+    """What is published of each arm; with `against` where that is not the baseline: another arm, or None."""
+    fields, baseline = {}, recipe.baseline
+    for arm in recipe.arms:
+        runs, other = arms[arm.name], recipe.reference(arm)
+        reference = None if other is None else arms[other]
+        usual = arm is baseline or other == baseline.name or arm.against is None
+        said = {} if usual else {"against": other}
+        fields[arm.name] = {**_compared(runs, reference, speed=runs in shown), **said}
+    return fields
+
+
+def _compared(arm: ArmRuns, baseline: ArmRuns | None, *, speed: bool) -> dict[str, Any]:
     """The fields under which such results are published, one arm."""
     if not arm.series:
         return {"completed_steps": 0, "failure": arm.failure or "no run was finished"}
@@ -214,18 +260,18 @@ def _compared(arm: ArmRuns, baseline: ArmRuns, discard: int, *, speed: bool) -> 
         "loss_first": first[0].loss,
         "loss_last": first[-1].loss,
     }
-    return {**fields, **_compared_speed(arm, baseline, discard)} if speed else fields
+    return {**fields, **_compared_speed(arm, baseline)} if speed else fields
 
 
-def _compared_speed(arm: ArmRuns, baseline: ArmRuns, discard: int) -> dict[str, Any]:
-    speeds = _speeds(arm, discard)
+def _compared_speed(arm: ArmRuns, baseline: ArmRuns | None) -> dict[str, Any]:
+    speeds = _speeds(arm)
     fields = {
         "samples_per_second_steady": speeds["samples_per_second"]["median"],
         "median_step_seconds": speeds["phase_seconds"]["total"],
     }
-    if arm is baseline or not baseline.series:
+    if baseline is None or not baseline.series:
         return fields
-    base = _speeds(baseline, discard)["samples_per_second"]
+    base = _speeds(baseline)["samples_per_second"]
     pairs = zip(speeds["samples_per_second"]["repeats"], base["repeats"], strict=False)
     return {
         **fields,

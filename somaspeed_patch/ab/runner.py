@@ -32,7 +32,7 @@ from somaspeed_patch.sites import write_json
 Watch = Callable[[str, int], None]  # called with a run's label and its updates so far
 
 FINISHED, FAILED = "finished", "failed"
-_ENDED, _LATE, _STUCK = "ended", "late", "stuck"
+_ENDED, _LATE, _STUCK, _CUT = "ended", "late", "stuck", "cut"
 _POLL = 0.2  # seconds between two looks at a run
 _EXIT = 60.0  # seconds from the last update to the end; gloo with two ranks hangs there in one run of ten
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
@@ -135,12 +135,12 @@ def _run(recipe: Recipe, arm: Arm, repeat: int, out: Path, watch: Watch) -> Run:
     environment = {**recipe.environment, **arm.environment}
     earlier = _earlier(folder, words, environment)
     if earlier is not None:
-        watch(earlier.label, recipe.steps)
+        watch(earlier.label, recipe.updates(arm))
         return earlier
     shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
     folder.mkdir(parents=True)
     started, begun = time.time(), time.monotonic()
-    reason, note = _execute(recipe, folder, words, environment, watch)
+    reason, note = _execute(recipe, recipe.updates(arm), folder, words, environment, watch)
     run = Run(
         arm=arm.name,
         repeat=repeat,
@@ -169,7 +169,12 @@ def _earlier(folder: Path, words: tuple[str, ...], environment: Mapping[str, str
 
 
 def _execute(
-    recipe: Recipe, folder: Path, words: tuple[str, ...], environment: Mapping[str, str], watch: Watch
+    recipe: Recipe,
+    updates: int,
+    folder: Path,
+    words: tuple[str, ...],
+    environment: Mapping[str, str],
+    watch: Watch,
 ) -> tuple[str, str]:
     """Run to the end; why it failed, or an empty string, and a note on a run that is good all the same."""
     variables = {**os.environ, "SOMASPEED": "0", **environment}  # the arm decides, not the caller
@@ -177,28 +182,36 @@ def _execute(
     def all_recorded() -> bool:
         done = steps.count(folder / "steps.jsonl")
         watch(folder.name, done)
-        return done >= recipe.steps
+        return done >= updates
 
     with (folder / "log.txt").open("w") as log:
         output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         child = subprocess.Popen(words, env=variables, start_new_session=True, **output)
         try:
-            outcome = _wait(child, recipe.timeout_seconds, all_recorded)
+            outcome = _wait(child, recipe.timeout_seconds, all_recorded, cut=updates < recipe.steps)
         finally:
             _kill_group(child)
+    if outcome == _CUT:
+        return "", f"ended after {updates} updates, as its stop_after says"
     if outcome == _STUCK:
         return "", f"recorded every update but did not exit within {_EXIT:.0f} s, and was stopped"
     if outcome == _LATE:
         seconds = f"{recipe.timeout_seconds:.0f} s"
         return f"stopped after {seconds}, the recipe's timeout_seconds; see {folder / 'log.txt'}", ""
-    return _verdict(child.returncode, folder, recipe.steps), ""
+    return _verdict(child.returncode, folder, updates), ""
 
 
-def _wait(child: subprocess.Popen[bytes], timeout: float, all_recorded: Callable[[], bool]) -> str:
-    """Look at the child until it has ended, takes too long, or has nothing left to do and stays."""
+def _wait(child: subprocess.Popen[bytes], timeout: float, all_recorded: Callable[[], bool], cut: bool) -> str:
+    """Look at the child until it has ended, takes too long, or has nothing left to do and stays.
+
+    Args:
+        cut: it may be ended as soon as all is recorded.
+    """
     deadline, leave = time.monotonic() + timeout, float("inf")
     while time.monotonic() < deadline:
         if all_recorded():
+            if cut:
+                return _CUT
             leave = min(leave, time.monotonic() + _EXIT)
         try:
             child.wait(_POLL)

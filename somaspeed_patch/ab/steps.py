@@ -66,6 +66,10 @@ class Series:
         together = zip(*self.ranks.values(), strict=False)
         return [_together(steps) for steps in together]
 
+    def first(self, count: int) -> Series:
+        """Its first `count` updates."""
+        return Series(ranks={rank: steps[:count] for rank, steps in self.ranks.items()})
+
     def every(self) -> list[Step]:
         """All steps of all ranks."""
         return [step for steps in self.ranks.values() for step in steps]

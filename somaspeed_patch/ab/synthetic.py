@@ -14,15 +14,17 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from somaspeed_patch import patched, report
-from somaspeed_patch.ab import machine, synthetic_gate, synthetic_profile
+from somaspeed_patch.ab import machine, synthetic_gate, synthetic_molmoact2, synthetic_pi05, synthetic_profile
 from somaspeed_patch.ab.results import spread
-from somaspeed_patch.ab.synthetic_pi05 import PHASES, Subject
 from somaspeed_patch.ab.synthetic_recipe import Synthetic, SyntheticArm
+from somaspeed_patch.ab.synthetic_subject import PHASES, Subject
 
 Cell = tuple[SyntheticArm, int]
-TARGETS = ("pi05", "accelerate_clip", "lerobot_optimizer")  # what touches the step that is measured
+SUBJECTS = {"pi05": synthetic_pi05.Subject, "molmoact2": synthetic_molmoact2.Subject}  # by model and adapter
+TARGETS = ("accelerate_clip", "lerobot_optimizer")  # what else touches the step that is measured
 
 
 def run(
@@ -41,11 +43,11 @@ def run(
         profiled: add each cell's largest kernels, from one more update after its first repeat.
     """
     started = time.monotonic()
-    subject = Subject(recipe, device)
+    subject = SUBJECTS[recipe.model](recipe, device)
     say(f"model built, {time.monotonic() - started:.0f} s")
     gates = _gates(recipe, subject)
     for name, verdict in gates.items():
-        say(f"gate {name}: {'green' if verdict['green'] else 'RED'}, worst {verdict.get('worst_parameter')}")
+        say(f"gate {name}: {_color(verdict)}, worst {verdict.get('worst_parameter')}")
     red = {name for name, verdict in gates.items() if not verdict["green"]}
     cells = [(arm, batch) for arm in recipe.arms if arm.name not in red for batch in arm.batches]
     repeats: dict[Cell, list[Any]] = {cell: [] for cell in cells}
@@ -60,23 +62,43 @@ def run(
 
 
 def _gates(recipe: Synthetic, subject: Subject) -> dict[str, Any]:
-    """A verdict for each patched arm; the exact and native gradients are computed once."""
-    exact = synthetic_gate.truth(subject)
-    batch = subject.batch(synthetic_gate.BATCH)
-    native = subject.loss_and_gradients(batch)
+    """A verdict for each patched arm; the exact and native gradients are computed once for each padding."""
+    native: dict[str | None, tuple[Any, Any]] = {}
     verdicts = {}
     for arm in recipe.arms:
         if arm.patched:
+            batch = subject.batch(synthetic_gate.BATCH, padding=arm.padding)
+            if arm.padding not in native:
+                native[arm.padding] = synthetic_gate.truth(subject, batch), subject.loss_and_gradients(batch)
             with _arranged(subject, arm):
-                verdicts[arm.name] = synthetic_gate.judge(exact, native, subject.loss_and_gradients(batch))
+                verdicts[arm.name] = _verdict(subject, batch, *native[arm.padding])
     return verdicts
+
+
+def _verdict(subject: Subject, batch: dict[str, Tensor], exact: Any, native: Any) -> dict[str, Any]:
+    """Of the arm that is switched on; one that fails is red."""
+    try:
+        ours = subject.loss_and_gradients(batch)
+    except Exception as error:
+        return {"green": False, "failure": _failure(error)}
+    return synthetic_gate.judge(exact, native, ours)
+
+
+def _failure(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"failed: {type(error).__name__}: {error}"[:400]
+
+
+def _color(verdict: dict[str, Any]) -> str:
+    return "green" if verdict["green"] else f"RED {verdict.get('failure', '')}".rstrip()
 
 
 def _arranged(subject: Subject, arm: SyntheticArm) -> ExitStack:
     """The arm's patches and the host's switches, for a with block."""
     with ExitStack() as stack:
         if arm.patched:
-            stack.enter_context(patched(*TARGETS, **arm.features))
+            stack.enter_context(patched(subject.recipe.model, *TARGETS, **arm.features))
         stack.enter_context(subject.switched(arm.policy))
         return stack.pop_all()
 
@@ -89,7 +111,7 @@ def _measure(
     before = _counts()
     try:
         with _arranged(subject, arm), subject.optimized():
-            data, begun = subject.batch(batch), time.perf_counter()
+            data, begun = subject.batch(batch, padding=arm.padding), time.perf_counter()
             for _ in range(recipe.warmup if first else 1):
                 subject.update(data)
             warm = time.perf_counter() - begun
@@ -97,10 +119,8 @@ def _measure(
             found = {"sites": _ran_since(before), "peak_gib": _peak(subject.device)}
             if first and profiled:
                 found["profile"] = synthetic_profile.largest(subject, data)
-    except torch.OutOfMemoryError:
-        return {"failure": "out of memory"}
     except Exception as error:  # an arm that fails is a result; the others still run
-        return {"failure": f"{type(error).__name__}: {error}"[:400]}
+        return {"failure": _failure(error)}
     return {"updates": updates, "warmup_seconds": warm, **found}
 
 
@@ -224,7 +244,7 @@ def table(found: dict[str, Any]) -> str:
         peak = cell["peak_allocated_gib"]
         lines.append(f"{head} {speed['median']:10.1f} {spread_text:>15} {step * 1e3:8.1f} {peak:6.1f}")
     for name, verdict in found["gate"].items():
-        lines.append(f"gate {name}: {'green' if verdict['green'] else 'RED, no figures'}")
+        lines.append(f"gate {name}: {_color(verdict)}{'' if verdict['green'] else ', no figures'}")
     for name, figures in found["comparison"].items():
         if name != "best_native":
             equal = ", ".join(f"{r:.2f}x at {b}" for b, r in figures["ratio_at_equal_batch"].items())

@@ -6,28 +6,23 @@ of each parameter's gradient, plus one unit of rounding: the budget is derived f
 
 from __future__ import annotations
 
-import copy
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from somaspeed_patch.ab.synthetic_pi05 import Subject
+from somaspeed_patch.ab.synthetic_subject import Subject
 
 SLACK = 2.0
 BATCH = 2
 
 
-def truth(subject: Subject) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the unpatched model in fp32, on the gate's batch."""
-    low = subject.policy
-    subject.policy = copy.deepcopy(low).float()
-    subject.policy.config.dtype = "float32"
-    try:
-        loss, gradients = subject.loss_and_gradients(subject.batch(BATCH))
+def truth(subject: Subject, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the unpatched model in fp32, on the CPU."""
+    with subject.exact():
+        loss, gradients = subject.loss_and_gradients(batch)
         return loss.cpu(), {name: gradient.cpu() for name, gradient in gradients.items()}
-    finally:
-        subject.policy = low
 
 
 def judge(exact: Any, native: Any, ours: Any) -> dict[str, Any]:
@@ -44,6 +39,7 @@ def judge(exact: Any, native: Any, ours: Any) -> dict[str, Any]:
         "loss": {"fp32": float(exact[0]), "native": float(native[0]), "patched": float(ours[0])},
         "worst_parameter": worst,
         "gradients_of_one_arm_only": missing,
+        "against_native": _against(native[1], ours[1]),
         "budget": f"{SLACK} x native's distance from fp32 + one bf16 rounding, per parameter",
     }
 
@@ -54,7 +50,23 @@ def _share(name: str, exact: dict[str, Tensor], native: dict[str, Tensor], ours:
     eps = float(torch.finfo(native[name].dtype).eps)
     allowed = SLACK * _distance(exact[name], native[name]) + eps * float(exact[name].norm())
     error = _distance(exact[name], ours[name])
-    return {"name": name, "share": error / max(allowed, 1e-30), "error": error, "allowed": allowed}
+    share = error / max(allowed, 1e-30)
+    if not math.isfinite(share):  # a NaN compares as no larger than anything
+        share = math.inf
+    return {"name": name, "share": share, "error": error, "allowed": allowed}
+
+
+def _against(native: dict[str, Tensor], ours: dict[str, Tensor]) -> dict[str, Any]:
+    """For the reader, not judged: the parameter whose gradient is farthest from the native arm's."""
+    found: list[dict[str, Any]] = [{"name": None, "relative_difference": 0.0, "cosine": 1.0}]
+    for name in native.keys() & ours.keys():
+        theirs, mine = native[name].detach().float().flatten(), ours[name].detach().float().flatten()
+        norm = max(float(theirs.norm()), 1e-30)
+        cosine = float(torch.nn.functional.cosine_similarity(theirs, mine, dim=0))
+        found.append(
+            {"name": name, "relative_difference": float((mine - theirs).norm()) / norm, "cosine": cosine}
+        )
+    return max(found, key=lambda one: one["relative_difference"])
 
 
 def _distance(exact: Tensor, found: Tensor) -> float:

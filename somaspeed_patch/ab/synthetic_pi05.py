@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,26 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from somaspeed_patch.ab import synthetic_subject
 from somaspeed_patch.ab.synthetic_recipe import Synthetic
 from somaspeed_patch.pi05 import hints
 
-PHASES = ("forward", "backward", "optimizer")
 _MASK = "observation.language.attention_mask"
 
 
-class Subject:
-    """The model under test with its optimizer; arms switch the host's own options on and off around it."""
+class Subject(synthetic_subject.Subject):
+    """pi0.5 with its own batch and switches."""
 
-    def __init__(self, recipe: Synthetic, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
-        # As lerobot-train sets them.
-        torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = True
-        self.policy = _build(recipe, device)
-        self._preset = self.policy.config.get_optimizer_preset()
-        self._compiled: Any = None
+    _compiled: Any = None
+
+    def build(self) -> Any:
+        """See the base class."""
+        return _build(self.recipe, self.device)
+
+    def in_float32(self, policy: Any) -> Any:
+        """See the base class; pi0.5 draws noise and times in fp32 in any dtype."""
+        exact = copy.deepcopy(policy).float()
+        exact.config.dtype = "float32"
+        return exact
 
     @contextmanager
-    def switched(self, options: Mapping[str, bool]) -> Iterator[None]:
+    def switched(self, options: Mapping[str, bool | str]) -> Iterator[None]:
         """The host's `gradient_checkpointing` and `compile_model`, as its constructor would have set them."""
         model = self.policy.model
         if options.get("gradient_checkpointing"):
@@ -45,21 +49,7 @@ class Subject:
             vars(model).pop("forward", None)
             model.gradient_checkpointing_disable()
 
-    @contextmanager
-    def optimized(self) -> Iterator[None]:
-        """An optimizer as the trainer builds and prepares it, with the patches that are on now."""
-        from accelerate import Accelerator
-
-        self._accelerator = Accelerator(cpu=self.device.type == "cpu")
-        optimizer = self._preset.build(self.policy.get_optim_params())
-        self._optimizer = self._accelerator.prepare_optimizer(optimizer, device_placement=False)
-        try:
-            yield
-        finally:
-            self._optimizer.zero_grad(set_to_none=True)
-            del self._optimizer, self._accelerator
-
-    def batch(self, size: int, seed: int = 1) -> dict[str, Tensor]:
+    def batch(self, size: int, seed: int = 1, padding: str | None = None) -> dict[str, Tensor]:
         """Random images, prompts of `tokens` real tokens, and actions, as the preprocessor leaves them."""
         recipe, config = self.recipe, self.policy.config
         rng = torch.Generator(self.device).manual_seed(seed)
@@ -73,51 +63,18 @@ class Subject:
         }
         vocabulary = self.policy.model.paligemma_with_expert.paligemma.config.text_config.vocab_size
         batch["observation.language.tokens"] = (uniform(size, recipe.slots) * (vocabulary - 1)).long()
-        batch[_MASK] = (torch.arange(recipe.slots) < recipe.tokens).expand(size, -1).to(self.device)
-        hints.attach(batch[_MASK], hints.Valid(recipe.tokens, True, recipe.tokens == recipe.slots))
+        lengths = self.lengths(size, padding)
+        batch[_MASK] = (torch.arange(recipe.slots) < lengths[:, None]).to(self.device)
+        every = int(lengths.min()) == recipe.slots
+        hints.attach(batch[_MASK], hints.Valid(recipe.tokens, True, every))
         batch["action"] = uniform(size, recipe.chunk, 7) * 2 - 1
         return batch
-
-    def update(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        """One training step as lerobot-train does it; seconds of its phases, its loss and gradient norm."""
-        marks = [self._now()]
-        with self.autocast():
-            loss, _ = self.policy.forward(batch)
-        marks.append(self._now())
-        loss.backward()
-        marks.append(self._now())
-        norm = self._accelerator.clip_grad_norm_(self.policy.parameters(), self._preset.grad_clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        values = {"loss": loss.item(), "grad_norm": norm.item()}
-        marks.append(self._now())
-        seconds = {
-            name: after - before for name, before, after in zip(PHASES, marks, marks[1:], strict=False)
-        }
-        return {**seconds, "total": marks[-1] - marks[0], **values}
-
-    def loss_and_gradients(self, batch: dict[str, Tensor], seed: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and every gradient of one batch, with the noise and times of `seed`."""
-        self.policy.zero_grad(set_to_none=True)
-        torch.manual_seed(seed)
-        with self.autocast():
-            loss, _ = self.policy.forward(batch)
-        loss.backward()
-        found = {n: p.grad for n, p in self.policy.named_parameters() if p.grad is not None}
-        self.policy.zero_grad(set_to_none=True)
-        return loss.detach(), found
 
     def autocast(self) -> Any:
         """What accelerate puts around the forward for this policy's dtype."""
         if self.policy.config.dtype != "bfloat16":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
-
-    def _now(self) -> float:
-        # A phase ends when its kernels have; the three syncs a step are the same in every arm.
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 def _build(recipe: Synthetic, device: torch.device) -> Any:

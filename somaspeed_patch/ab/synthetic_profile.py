@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from somaspeed_patch.ab.synthetic_pi05 import Subject
+from somaspeed_patch.ab.synthetic_subject import Subject
 
 TOP = 20
 

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from somaspeed_patch.ab import recipe as recipes
-from somaspeed_patch.ab.yaml_reader import RecipeError, Section, nearest, text, whole
+from somaspeed_patch.ab.yaml_reader import RecipeError, Section, nearest, whole
+from somaspeed_patch.tiny_molmoact2 import sizes as tiny_molmoact2
+from somaspeed_patch.tiny_pi05 import sizes as tiny_pi05
 
-MODELS = ("pi05",)
-SWITCHES = ("compile_model", "gradient_checkpointing")
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a recipe may say about one model."""
+
+    counts: Mapping[str, int]
+    """keys of its batch, with their defaults"""
+    switches: Mapping[str, tuple[str, ...]]
+    """the host's own options: the words they take, none for true or false"""
+    paddings: tuple[str, ...]
+    """sides on which its prompts can be padded"""
+    sizes: tuple[str, ...]
+    """full, and those of its tiny model"""
+
+
+_STEPS = {"warmup": 3, "steps": 8, "repeats": 3}
+MODELS: Mapping[str, Model] = {
+    "pi05": Model(
+        counts={"cameras": 2, "slots": 200, "tokens": 64, "chunk": 50},
+        switches={"compile_model": (), "gradient_checkpointing": ()},
+        paddings=("right",),
+        sizes=("full", *tiny_pi05.SIZES),
+    ),
+    "molmoact2": Model(
+        counts={"cameras": 2, "tokens": 80, "chunk": 10},
+        switches={
+            "attention": ("sdpa", "eager"),
+            "autocast": (),
+            "compile_blocks": (),
+            "gradient_checkpointing": (),
+        },
+        paddings=("left", "right"),
+        sizes=("full", *tiny_molmoact2.SIZES),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity: its settings are dicts
@@ -24,8 +59,10 @@ class SyntheticArm:
     """whether the policy's adapter is on"""
     features: Mapping[str, bool | str | None]
     """settings of its features"""
-    policy: Mapping[str, bool]
-    """the host's own switches: compile_model, gradient_checkpointing"""
+    policy: Mapping[str, bool | str]
+    """the host's own options: the model's switches"""
+    padding: str | None
+    """the side on which its prompts are padded to one length; None: all are equally long"""
     batches: tuple[int, ...]
     """batch sizes to run; the first one that every arm shares is the equal batch"""
 
@@ -39,15 +76,15 @@ class Synthetic:
     model: str
     """one of MODELS"""
     size: str
-    """full, or a size of the tiny model"""
+    """one of the model's sizes"""
     dtype: str
     """the policy's dtype: bfloat16 or float32"""
     cameras: int
     """images a sample"""
     slots: int
-    """language slots a sample"""
+    """language slots a sample; 0: as many as its longest prompt has tokens"""
     tokens: int
-    """of them real tokens"""
+    """real language tokens of the longest prompt"""
     chunk: int
     """actions a sample"""
     warmup: int
@@ -84,65 +121,67 @@ def load(name_or_path: str) -> Synthetic:
     return _synthetic(path, section)
 
 
-_KEYS = (
-    "model",
-    "size",
-    "dtype",
-    "cameras",
-    "slots",
-    "tokens",
-    "chunk",
-    "warmup",
-    "steps",
-    "repeats",
-    "arms",
-)
-_COUNTS = {"cameras": 2, "slots": 200, "tokens": 64, "chunk": 50, "warmup": 3, "steps": 8, "repeats": 3}
-
-
 def _synthetic(path: Path, section: Section) -> Synthetic:
-    section.allow(_KEYS)
-    counts = {key: section.get(key, whole, "a whole number", default) for key, default in _COUNTS.items()}
+    name = section.get("model", _one_of(MODELS), f"one of {', '.join(MODELS)}")
+    model = MODELS[name]
+    defaults = {**model.counts, **_STEPS}
+    section.allow(("model", "size", "dtype", "arms", *defaults))
+    counts = {key: section.get(key, whole, "a whole number", default) for key, default in defaults.items()}
     arms = section.section("arms", "a mapping of arm names to their settings")
     if arms is None or not arms.names:
         section.fail("arms", "missing; expected at least one arm, the first is the baseline")
-    if counts["tokens"] > counts["slots"]:
+    if counts["tokens"] > counts.setdefault("slots", 0) > 0:
         section.fail("tokens", f"must be at most slots, {counts['slots']}, but is {counts['tokens']}")
     return Synthetic(
         name=path.stem,
-        model=section.get("model", _one_of(MODELS), f"one of {', '.join(MODELS)}"),
-        size=section.get("size", text, "full, or a size of the tiny model", "full"),
+        model=name,
+        size=section.get("size", _one_of(model.sizes), f"one of {', '.join(model.sizes)}", "full"),
         dtype=section.get("dtype", _one_of(("bfloat16", "float32")), "bfloat16 or float32", "bfloat16"),
-        arms=tuple(_arm(arms, name) for name in arms.names),
+        arms=tuple(_arm(arms, arm, model) for arm in arms.names),
         **counts,
     )
 
 
-def _arm(arms: Section, name: str) -> SyntheticArm:
-    section = arms.section(name, "a mapping with batches, and if needed patched, features, policy")
+def _arm(arms: Section, name: str, model: Model) -> SyntheticArm:
+    section = arms.section(name, "a mapping with batches, and if needed patched, features, policy, padding")
     if section is None:
         raise KeyError(name)
-    section.allow(("patched", "features", "policy", "batches"))
+    section.allow(("patched", "features", "policy", "padding", "batches"))
     return SyntheticArm(
         name=name,
         patched=section.get("patched", _switch, "true or false", False),
         features=recipes.features_of(section),
-        policy=_policy(section),
+        policy=_policy(section, model),
+        padding=_padding(section, model),
         batches=section.get("batches", _batches, "a list of batch sizes"),
     )
 
 
-def _policy(arm: Section) -> Mapping[str, bool]:
-    section = arm.section("policy", f"a mapping of {' and '.join(SWITCHES)}")
+def _padding(arm: Section, model: Model) -> str | None:
+    if "padding" not in arm.names:
+        return None
+    return arm.get("padding", _one_of(model.paddings), " or ".join(model.paddings))
+
+
+def _policy(arm: Section, model: Model) -> Mapping[str, bool | str]:
+    section = arm.section("policy", f"a mapping of {' and '.join(model.switches)}")
     if section is None:
         return {}
-    section.allow(SWITCHES)
-    return {name: section.get(name, _switch, "true or false") for name in section.names}
+    section.allow(model.switches)
+    return {name: _option(section, name, model.switches[name]) for name in section.names}
 
 
-def _one_of(valid: tuple[str, ...]) -> Any:
+def _option(section: Section, name: str, words: tuple[str, ...]) -> bool | str:
+    if words:
+        return section.get(name, _one_of(words), f"one of {', '.join(words)}")
+    return section.get(name, _switch, "true or false")
+
+
+def _one_of(valid: Iterable[str]) -> Callable[[Any], str]:
+    known = tuple(valid)
+
     def kind(value: Any) -> str:
-        if value not in valid:
+        if value not in known:
             raise ValueError
         return str(value)
 

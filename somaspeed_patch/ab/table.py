@@ -31,6 +31,10 @@ def sentences(results: Results) -> list[str]:
     runs = [(name, run) for name, arm in arms for run in arm["runs"] if run["note"]]
     said += [f"{name}, run {run['repeat']}: {run['note']}" for name, run in runs]
     said += [line for name, verdict in results["gate"].items() for line in _gate_sentences(name, verdict)]
+    said += [
+        line for name, fields in results["comparison"].items() for line in _against_sentences(name, fields)
+    ]
+    said += [_loader_sentence(name, found) for name, found in results["loader"].items()]
     said += [line for name, arm in arms for line in _site_sentences(name, arm["sites"])]
     said += [f"{name} is {arm['loader_bound']}" for name, arm in arms if arm.get("loader_bound")]
     return [*said, _where(results)]
@@ -96,8 +100,30 @@ _FROM_ARMS: list[tuple[str, Show]] = [
 _FROM_COMPARISON: list[tuple[str, Show]] = [
     ("updates", lambda fields: str(fields["completed_steps"])),
     ("loss, first to last", lambda fields: f"{fields['loss_first']:.4f} to {fields['loss_last']:.4f}"),
-    ("speed against baseline", lambda fields: f"{fields['ratio']:.2f}x"),
+    ("speed against baseline", lambda fields: _ratio(fields)),
 ]
+
+
+def _ratio(fields: Mapping[str, Any]) -> str:
+    other = fields.get("against", "")
+    if other is None:
+        return "not compared"
+    return f"{fields['ratio']:.2f}x" + (f" of {other}" if other else "")
+
+
+def _against_sentences(name: str, fields: Mapping[str, Any]) -> list[str]:
+    """What is said of an arm that is not compared with the baseline."""
+    if "against" not in fields:
+        return []
+    other = fields["against"]
+    what = f"compared with {other} only" if other else "not compared with any arm: no gate, no ratio"
+    return [f"{name} trains on other data than the baseline and is {what}"]
+
+
+def _loader_sentence(name: str, found: Mapping[str, Any]) -> str:
+    real, cached = (f"{found[key]:.2f}" for key in ("samples_per_second", "samples_per_second_cached"))
+    both = f"{real} samples/s with the real loader, {cached} with cached batches"
+    return f"{name}: {both}: {found['bound']}-bound"
 
 
 def _gate_sentences(name: str, verdict: Mapping[str, Any]) -> list[str]:

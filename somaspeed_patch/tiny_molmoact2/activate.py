@@ -1,0 +1,10 @@
+"""Importing this module makes the two names stand for local files, in this process: what discovery is for."""
+
+import logging
+
+from somaspeed_patch.tiny_molmoact2 import redirect
+from somaspeed_patch.tiny_molmoact2.sizes import from_environment
+
+_size = from_environment()
+redirect.install(_size)
+logging.getLogger(__name__).info("%s is a MolmoAct2 of size %s", redirect.CHECKPOINT, _size)
