@@ -1,7 +1,7 @@
 """Metrics that are read from the device when somebody looks at them, and not before.
 
-A policy's forward returns floats for the log, and every `.item()` on the way waits until the GPU has done all
-of the forward. The backward's launches then start on an idle GPU: 60 ms of a 420 ms step of MolmoAct2 at batch
+A policy's forward returns floats for the log, and every `.item()` on the way waits until the GPU has done the
+whole forward. The backward's launches then start on an idle GPU: 60 ms of a 420 ms step of MolmoAct2 at batch
 32 on an H200. LeRobot reads these floats after the update, when they cost nothing.
 """
 
@@ -51,7 +51,8 @@ def _looking(name: str) -> Any:
 
 # Everything of dict that shows or changes values; length, truth and `in` need none of them.
 for _name in (
-    "__getitem__", "__delitem__", "__iter__", "__reversed__", "__eq__", "__ne__", "__repr__", "__or__", "__ror__",
-    "__ior__", "get", "items", "values", "keys", "copy", "pop", "popitem", "setdefault", "update", "clear",
+    "__getitem__", "__delitem__", "__iter__", "__reversed__", "__eq__", "__ne__", "__repr__",
+    "__or__", "__ror__", "__ior__", "get", "items", "values", "keys", "copy",
+    "pop", "popitem", "setdefault", "update", "clear",
 ):  # fmt: skip
     setattr(DeferredMetrics, _name, _looking(_name))
