@@ -1,7 +1,8 @@
 """LeRobot's MolmoAct2 (`lerobot.policies.molmoact2`): the training step, above all with a frozen backbone.
 
-Hooks are class attributes, looked up at each call, so it does not matter whether the policy was built before
-`patch()`. Inference (`predict_action_chunk`, `select_action`, real-time chunking) is not touched.
+Hooks are class attributes, looked up at each call, so the policy may have been built before `patch()`.
+Inference (`predict_action_chunk`, `select_action`, real-time chunking) is the host's, except that it does not
+use modulations cached before a weight changed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ FEATURES = [
         default=True,
     ),
     Feature(
+        name="fresh_modulations",
+        changes="MolmoAct2: inference during training uses the new weights, not modulations cached before",
+        exact=True,
+        default=True,
+    ),
+    Feature(
         name="deferred_metrics",
         changes="MolmoAct2: read the step's metrics when somebody looks, not between forward and backward",
         exact=True,
@@ -69,6 +76,16 @@ def _policy_forward(original: Any) -> Any:
 
     with_parameters(original, ["self", "batch", "reduction"])
     return wrapt.FunctionWrapper(original, policy_forward.policy_forward)
+
+
+def _fresh(hook: str, *names: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        from somaspeed_patch.molmoact2 import modulations
+
+        with_parameters(original, ["self", *names])
+        return wrapt.FunctionWrapper(original, getattr(modulations, hook))
+
+    return make
 
 
 def _hooked(hook: str, *names: str) -> Callable[[Any], Any]:
@@ -121,6 +138,18 @@ PATCHES = [
         site="fused_attention",
     ),
     Patch(
+        module=_HF_MODEL,
+        name="ActionExpert.get_or_prepare_modulation_cache",
+        make=_fresh("prepare", "timesteps", "cache_key"),
+        site="fresh_modulations",
+    ),
+    Patch(
+        module="lerobot.policies.molmoact2.molmoact2_hf_model.inference",
+        name="ActionCudaGraphManager.run_action_flow",
+        make=_fresh("replay", "inputs", "steps", "run_loop"),
+        site="fresh_modulations",
+    ),
+    Patch(
         module="lerobot.processor.device_processor",
         name="DeviceProcessorStep._process_tensor",
         make=_carrying,
@@ -133,6 +162,7 @@ def release() -> None:
     """Drop what the hooks cached."""
     import sys
 
-    forward = sys.modules.get("somaspeed_patch.molmoact2.forward")
-    if forward is not None:
-        forward.release()
+    for name in ("forward", "modulations"):
+        module = sys.modules.get(f"somaspeed_patch.molmoact2.{name}")
+        if module is not None:
+            module.release()

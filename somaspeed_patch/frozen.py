@@ -24,12 +24,12 @@ class FrozenCopy:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self.versions = _versions(module)
+        self.versions = versions(module)
         self.module = _clone(module, {} if dtype is None else _cast(module, dtype), {})
 
     def fits(self, module: nn.Module, dtype: torch.dtype | None) -> bool:
         """Whether the copy still stands for `module` under autocast to `dtype`."""
-        return self.dtype == dtype and self.versions == _versions(module)
+        return self.dtype == dtype and self.versions == versions(module)
 
 
 _copies: WeakKeyDictionary[nn.Module, FrozenCopy] = WeakKeyDictionary()
@@ -97,7 +97,7 @@ def _why_stateful(module: nn.Module) -> str | None:
     return None
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int, Any]]:
+def versions(module: nn.Module) -> list[tuple[int, int, Any]]:
     """What changes when a parameter is replaced, moved, cast or written to in place."""
     return [
         (parameter.data_ptr(), parameter._version, parameter.dtype)

@@ -7,9 +7,17 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from somaspeed_patch.versions import table
 
+# Variables that change speed, so they belong to a figure.
+_VARIABLES = (
+    "CUDA_SCALE_LAUNCH_QUEUES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 _PACKAGES = ("torch", "triton", "lerobot", "transformers", "accelerate", "somaspeed-patch")
 
 
@@ -18,10 +26,11 @@ def versions() -> dict[str, str]:
     return table(_PACKAGES)
 
 
-def processor() -> dict[str, str | int]:
-    """The CPU's name, the cores this process may use, the system."""
+def processor() -> dict[str, Any]:
+    """The CPU's name, the cores this process may use, the system, and variables that change speed."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"cpu": _cpu_name(), "cores": cores, "system": platform.platform()}
+    found = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {"cpu": _cpu_name(), "cores": cores, "system": platform.platform(), "variables": found}
 
 
 def _cpu_name() -> str:
