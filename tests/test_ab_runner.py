@@ -20,6 +20,10 @@ with open(out.parent / "steps.jsonl", "w") as file:
         print(json.dumps(line), file=file)
 if behaviour == "raise":
     raise RuntimeError("no such luck")
+if behaviour == "bar":
+    print("builtins.ValueError: bad data")
+    print("Training:  0%")
+    sys.exit(1)
 if behaviour == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if behaviour == "hang":
@@ -71,6 +75,7 @@ def test_a_good_run_is_finished_and_watched(make, tmp_path):
     ("arm", "said"),
     [
         ("raise", "exit code 1 after 3 of 3 updates: RuntimeError: no such luck; see "),
+        ("bar", "exit code 1 after 3 of 3 updates: builtins.ValueError: bad data; see "),
         ("killed", "killed by SIGKILL after 3 of 3 updates; see "),
         ("short", "ended well, but recorded 1 updates where the recipe's steps says 3; see "),
     ],

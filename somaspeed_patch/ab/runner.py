@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -252,6 +253,7 @@ def _verdict(code: int, folder: Path, wanted: int) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """The last line with anything on it, which is where Python puts the error."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "the log is empty"
+    """The last line that names an exception, else the last with anything on it: a bar may be drawn after it."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return [*lines, *errors][-1].strip()[:300] if lines else "the log is empty"
