@@ -7,6 +7,7 @@ the second length makes torch trace a graph for all of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -48,7 +49,8 @@ class CompiledLayer:
 
     def _first(self, shape: Hashable, layer: Any, hidden: Tensor, *rest: Any) -> Any:
         try:
-            result = self.compiled(layer, hidden, *rest)
+            with _backward_too():
+                result = self.compiled(layer, hidden, *rest)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises, the eager layer computes the same
@@ -66,6 +68,19 @@ class CompiledLayer:
         shapes = tuple(x.shape if isinstance(x, Tensor) else x for x in (hidden, *rest))
         autocast = torch.is_autocast_enabled(hidden.device.type)
         return (shapes, hidden.dtype, hidden.requires_grad, torch.is_grad_enabled(), autocast)
+
+
+def _backward_too() -> contextlib.AbstractContextManager[Any]:
+    """Compile a layer's backward with its forward: what the compiler raises is then raised where we can help.
+
+    torch would do it inside the user's `loss.backward()`. Where this torch has no such option, it still does.
+    """
+    import torch._functorch.config as options
+
+    if not hasattr(options, "force_non_lazy_backward_lowering"):
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[Any] = options.patch(force_non_lazy_backward_lowering=True)
+    return patched
 
 
 def compile_in_place(layers: Iterable[Any]) -> None:

@@ -92,3 +92,27 @@ def test_the_hosts_own_compile_model_turns_it_on(checkpointing):
         assert site().calls > before
     assert vars(policy.model)["forward"] is hosts_own
     assert torch.allclose(native[0], ours[0], rtol=1e-6)
+
+
+def test_a_backward_that_does_not_compile_is_found_in_the_forward(monkeypatch):
+    """torch compiles it lazily, inside the user's loss.backward(), where nobody could fall back."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def no_backward(graph, inputs):
+        raise RuntimeError("no backward compiler")
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=no_backward
+    )
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    policy = make_policy(train_expert_only=True)
+    batch = make_batch(policy)
+    native = step(policy, batch)
+    with somaspeed_patch.patched("pi05", compile=True):
+        before = site().fallbacks
+        ours = step(policy, batch)
+        assert site().fallbacks > before and "no backward compiler" in site().last_fallback
+    assert native[1].keys() == ours[1].keys()
+    for name, gradient in native[1].items():
+        assert (gradient - ours[1][name]).norm() <= 2e-6 * gradient.norm() + 1e-12, name

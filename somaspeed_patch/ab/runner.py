@@ -253,7 +253,7 @@ def _verdict(code: int, folder: Path, wanted: int) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """The last line that names an exception, else the last with anything on it: a bar may be drawn after it."""
+    """The last line that names an exception, else the last with anything on it."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return [*lines, *errors][-1].strip()[:300] if lines else "the log is empty"
