@@ -40,12 +40,13 @@ def or_hosts(
         random_state.restore()
         return hosts(*args, **kwargs)
     except Exception as error:  # never break the host: it can still compute this step itself
+        random_state.restore()
+        result = hosts(*args, **kwargs)  # raises too where the batch is bad; then it is not our failure
         why = f"failed once and stays native: {type(error).__name__}: {error}"
         _failed.setdefault(model, {})[site.site] = why
         site.failed(error)
-        log.exception("%s failed, this model stays native there", site.site)
-        random_state.restore()
-        return hosts(*args, **kwargs)
+        log.warning("%s failed, this model stays native there", site.site, exc_info=error)
+        return result
     site.ran()
     return result
 

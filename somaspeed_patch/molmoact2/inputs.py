@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from somaspeed_patch import facts
+from somaspeed_patch import facts, frozen
 from somaspeed_patch.guarded import Declined
 from somaspeed_patch.molmoact2 import constants, layout, vision
 from somaspeed_patch.molmoact2.embedding import embed
@@ -68,6 +68,11 @@ def prepare(backbone: Any, transformer: Any, tower: Any, inputs: Mapping[str, Te
         token_type_ids=inputs.get("token_type_ids"),
         past_key_values=None,
     )
+    lower = frozen.autocast_dtype(bias.device)
+    if lower is not None and torch.finfo(lower).min > torch.finfo(bias.dtype).min:
+        # Autocast would round fp32's lowest value to -inf, and a token that may look nowhere (padding on the
+        # left) would be NaN.
+        bias = bias.clamp(min=torch.finfo(lower).min)
     position_ids = inputs.get("position_ids")
     if position_ids is None:
         position_ids = torch.arange(embeddings.shape[1], device=embeddings.device).unsqueeze(0)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from somaspeed_patch import features
 from somaspeed_patch.kernels.add_layer_norm import add_layer_norm
 from somaspeed_patch.molmoact2 import constants
 from somaspeed_patch.molmoact2.attention import vision_attention
@@ -64,7 +65,7 @@ def _tower(backbone: Any, images: Tensor) -> Tensor:
         hidden, normed = _add_norm(hidden, branch, block.attention_norm)
         if index - 1 in wanted:
             found[index - 1] = hidden
-        branch = vision_attention(block.attention, normed)
+        branch = _attend(block.attention, normed)
         hidden, normed = _add_norm(hidden, branch, block.ffn_norm)
         branch = _feed_forward(block.feed_forward, normed, tanh_gelu)
     last = len(vit.transformer.resblocks) - 1
@@ -72,6 +73,13 @@ def _tower(backbone: Any, images: Tensor) -> Tensor:
         found[last] = hidden + branch
     features = torch.cat([found[layer] for layer in wanted], dim=-1)
     return features.view(images.shape[0], -1, features.shape[-1])
+
+
+def _attend(
+    module: Any, queries: Tensor, members: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    attend = vision_attention if features.value("fused_attention") else type(module).__call__
+    return attend(module, queries, members, mask)
 
 
 def _add_norm(hidden: Tensor, branch: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -109,5 +117,5 @@ def _pooled(backbone: Any, patches: Tensor, pooling: Tensor) -> Tensor:
         query = members.sum(-2, keepdim=True) / count
     else:
         mask, query = None, members.mean(-2, keepdim=True)
-    mixed = vision_attention(backbone.image_pooling_2d, query, members, mask)
+    mixed = _attend(backbone.image_pooling_2d, query, members, mask)
     return mixed.view(samples, tokens, -1)

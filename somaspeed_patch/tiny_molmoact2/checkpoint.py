@@ -18,6 +18,7 @@ from somaspeed_patch.tiny_molmoact2.sizes import Size
 
 PATCH = 14  # pixels of a patch's side
 HORIZON = 30  # actions the checkpoint claims to predict; LeRobot sets its chunk_size instead
+_TABLES = ("wte.embedding", "wte.new_embedding")  # whose rows are inputs themselves
 CROP_MODES = ("resize", "overlap-and-resize-c2")  # one crop an image; or that one and overlapping tiles
 
 
@@ -53,7 +54,7 @@ def write(
     with torch.random.fork_rng(), _device_for(size):
         torch.manual_seed(seed)
         model = host.MolmoAct2ForConditionalGeneration(config)
-        _perturb_constants(model)
+        _draw_weights(model)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(folder)
     tokenizer.write(folder)
@@ -67,16 +68,20 @@ def _device_for(size: Size) -> torch.device:
     return torch.device("cuda" if large and torch.cuda.is_available() else "cpu")
 
 
-def _perturb_constants(model: nn.Module) -> None:
-    """Small random values on what the host fills with one number: zeros, and the ones of norms.
+def _draw_weights(model: nn.Module) -> None:
+    """New weights under which activations stay near 1, and none that hides something.
 
-    The expert's modulation and last layer start from zero and would keep gradients from the rest; a norm
-    whose weight is 1 would not show that it was left out.
+    The host's standard deviation of 0.02 leaves a narrow model mute: at width 32 the image features would be
+    3e-7 beside embeddings of 2e-2. Its zeros (the expert's modulation and last layer) would keep gradients
+    from the rest, and a norm whose weight is 1 would not show that it was left out.
     """
     with torch.no_grad():
-        for parameter in model.parameters():
-            if (parameter == parameter.flatten()[0]).all():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
+            else:
+                scale = 1.0 if name.endswith(_TABLES) else parameter.shape[-1] ** -0.5
+                parameter.normal_(0.0, scale)
 
 
 def _config(size: Size, layers: int, attn_implementation: str | None) -> Any:
