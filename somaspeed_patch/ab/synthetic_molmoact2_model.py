@@ -28,30 +28,6 @@ _IDS = {
     "frame_end_token_id": 8,
 }
 
-# Fixed by the published counts, to the parameter: 5,442,196,208 in all, 577,564,448 of them in the expert.
-_FULL: Mapping[str, Mapping[str, Any]] = {
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 154_624,
-        "additional_vocab_size": 128,
-        "rope_theta": 5e6,
-    },
-    "vit_config": {"num_hidden_layers": 27, "image_num_pos": 729},  # the rest are the host's defaults
-    "adapter_config": {"text_hidden_size": 2560, "intermediate_size": 9728},
-    "action_expert_config": {
-        "hidden_size": 768,
-        "num_layers": 36,
-        "num_heads": 8,
-        "mlp_ratio": 4.0,
-        "ffn_multiple_of": 256,
-    },
-}
-
 
 def build(recipe: Synthetic, device: torch.device) -> Any:
     """A MolmoAct2Policy that trains its action expert only, on the device, in training mode."""
@@ -136,24 +112,25 @@ def _constructor(model: Any, device: torch.device) -> Callable[..., Any]:
 
 def _sections(size: str) -> dict[str, dict[str, Any]]:
     """The sub-configurations. Attention is SDPA in each: the top's choice does not reach them."""
-    sections = {name: dict(section) for name, section in (_FULL if size == "full" else _tiny(size)).items()}
+    sections = _widths(sizes.by_name(size), odd=size != "full")
     sections["text_config"] |= {"qkv_bias": False, "use_qk_norm": True, "qk_norm_type": "qwen3"}
     for name in ("text_config", "vit_config", "adapter_config"):
         sections[name]["attn_implementation"] = "sdpa"
     return sections
 
 
-def _tiny(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """A size of the tiny model, with one more patch a side: an odd number, so that pooling pads as at 27."""
-    size = sizes.by_name(name)
-    patches = size.image_side // PATCH + 1
-    head = size.vision_width // size.vision_heads
+def _widths(size: sizes.Size, odd: bool) -> dict[str, dict[str, Any]]:
+    """Widths and depths. The full size's are fixed by the published counts of parameters, to the unit.
+
+    Args:
+        odd: one more patch a side than the size has, so that pooling pads as it does at the real 27.
+    """
+    patches = size.image_side // PATCH + int(odd)
     vision = {
         "hidden_size": size.vision_width,
         "num_attention_heads": size.vision_heads,
         "num_key_value_heads": size.vision_heads,
-        "head_dim": head,
-        "intermediate_size": size.vision_mlp,
+        "head_dim": size.vision_width // size.vision_heads,
     }
     return {
         "text_config": {
@@ -163,22 +140,29 @@ def _tiny(name: str) -> Mapping[str, Mapping[str, Any]]:
             "num_attention_heads": size.llm_heads,
             "num_key_value_heads": size.llm_kv_heads,
             "head_dim": size.head_dim,
-            "vocab_size": 512,
-            "additional_vocab_size": 16,
+            "vocab_size": size.vocabulary or 512,
+            "additional_vocab_size": size.added_vocabulary or 16,
         },
         "vit_config": {
             **vision,
+            "intermediate_size": size.vision_mlp,
             "num_hidden_layers": size.vision_depth,
             "image_default_input_size": (patches * PATCH, patches * PATCH),
             "image_num_pos": patches**2,
         },
-        "adapter_config": {**vision, "text_hidden_size": size.llm_width, "vit_layers": (-1, -2)},
+        "adapter_config": {
+            **vision,
+            "intermediate_size": size.projector_mlp or size.vision_mlp,
+            "text_hidden_size": size.llm_width,
+            "vit_layers": size.pooled_layers,
+        },
         "action_expert_config": {
             "hidden_size": size.expert_width,
             "num_layers": size.depth,
             "num_heads": size.expert_heads,
+            "mlp_ratio": size.expert_mlp_ratio,
             "ffn_multiple_of": 16,
-            "timestep_embed_dim": size.expert_width,
+            "timestep_embed_dim": size.time_width or size.expert_width,
         },
     }
 

@@ -44,7 +44,7 @@ MODELS: Mapping[str, Model] = {
             "gradient_checkpointing": (),
         },
         paddings=("left", "right"),
-        sizes=("full", *tiny_molmoact2.SIZES),
+        sizes=tuple(sorted(tiny_molmoact2.SIZES)),
     ),
 }
 

@@ -93,8 +93,9 @@ def _config(size: Size, layers: int, attn_implementation: str | None) -> Any:
         hidden_size=size.expert_width,
         num_layers=layers,
         num_heads=size.expert_heads,
+        mlp_ratio=size.expert_mlp_ratio,
         ffn_multiple_of=16,
-        timestep_embed_dim=size.expert_width,
+        timestep_embed_dim=size.time_width or size.expert_width,
     )
     return host.MolmoAct2Config(
         vit_config=host.MolmoAct2VitConfig(**_vision(size), **attention),

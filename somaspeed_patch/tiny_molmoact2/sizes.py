@@ -37,6 +37,10 @@ class Size:
     """their heads"""
     image_side: int
     """pixels of a crop's side, a multiple of the 14 of a patch; two by two patches make a token"""
+    expert_mlp_ratio: float = 8 / 3
+    """its feed-forward size over its hidden size"""
+    time_width: int | None = None
+    """size of the expert's sinusoidal time embedding; None: that of the expert"""
     pooled_layers: tuple[int, int] = (-1, -2)
     """layers of the vision transformer whose features are pooled"""
     projector_mlp: int | None = None
@@ -94,6 +98,8 @@ SIZES: Mapping[str, Size] = {
         vision_depth=27,
         vision_heads=16,
         image_side=378,
+        expert_mlp_ratio=4.0,
+        time_width=256,
         pooled_layers=(-3, -9),
         projector_mlp=9728,
         vocabulary=154_624,
