@@ -57,10 +57,19 @@ FEATURES = [
         exact=True,
         default=True,
     ),
+    Feature(
+        name="gpu_images",
+        changes="MolmoAct2: resize, normalise and cut the images into patches on the GPU; "
+        "rounds a few pixels otherwise",
+        exact=False,
+        default=False,
+    ),
 ]
 
 _MODEL = "lerobot.policies.molmoact2.modeling_molmoact2"
 _HF_MODEL = "lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2"
+_PROCESSOR = "lerobot.policies.molmoact2.processor_molmoact2"
+_HF_PROCESSOR = "lerobot.policies.molmoact2.molmoact2_hf_model.image_processing_molmoact2"
 
 
 def _flow_loss(original: Any) -> Any:
@@ -98,6 +107,16 @@ def _hooked(hook: str, *names: str) -> Callable[[Any], Any]:
     return make
 
 
+def _images(hook: str, *names: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        from somaspeed_patch.molmoact2 import gpu_images
+
+        with_parameters(original, ["self", *names])
+        return wrapt.FunctionWrapper(original, getattr(gpu_images, hook))
+
+    return make
+
+
 def _carrying(original: Any) -> Any:
     from somaspeed_patch import fact_hooks
 
@@ -105,6 +124,10 @@ def _carrying(original: Any) -> Any:
 
 
 _IMAGES = ("input_ids", "pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
+_SETTINGS = (
+    "size", "resample", "image_mean", "image_std", "do_convert_rgb", "max_crops", "overlap_margins",
+    "crop_mode", "patch_size", "pooling_size", "return_tensors", "kwargs",
+)  # fmt: skip
 
 PATCHES = [
     Patch(
@@ -148,6 +171,24 @@ PATCHES = [
         name="ActionCudaGraphManager.run_action_flow",
         make=_fresh("replay", "inputs", "steps", "run_loop"),
         site="fresh_modulations",
+    ),
+    Patch(
+        module=_PROCESSOR,
+        name="MolmoAct2PackInputsProcessorStep.__call__",
+        make=_images("pack", "transition"),
+        site="gpu_images",
+    ),
+    Patch(
+        module=_HF_PROCESSOR,
+        name="MolmoAct2ImageProcessor.preprocess",
+        make=_images("preprocess", "images", *_SETTINGS),
+        site="gpu_images",
+    ),
+    Patch(
+        module=_MODEL,
+        name="MolmoAct2Policy._model_inputs",
+        make=_images("model_inputs", "batch"),
+        site="gpu_images",
     ),
     Patch(
         module="lerobot.processor.device_processor",

@@ -34,7 +34,7 @@ class Facts:
 def attach(tensor: Tensor, name: str, value: Any) -> None:
     """Let a tensor carry one more fact."""
     known = _of(tensor) or {}
-    setattr(tensor, _ATTRIBUTE, (tensor._version, {**known, name: value}))
+    setattr(tensor, _ATTRIBUTE, (_version(tensor), {**known, name: value}))
 
 
 def get(tensor: Tensor, name: str) -> Any:
@@ -47,7 +47,7 @@ def copy(source: Tensor, target: Tensor) -> None:
     """Carry all facts over to a tensor of the same values."""
     known = _of(source)
     if known is not None:
-        setattr(target, _ATTRIBUTE, (target._version, dict(known)))
+        setattr(target, _ATTRIBUTE, (_version(target), dict(known)))
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
@@ -91,14 +91,20 @@ def unpack(batch: MutableMapping[str, Any]) -> None:
     for key, known in batch.pop(BATCH_KEY).by_key.items():
         tensor = batch.get(key)
         if isinstance(tensor, Tensor):
-            setattr(tensor, _ATTRIBUTE, (tensor._version, dict(known)))
+            setattr(tensor, _ATTRIBUTE, (_version(tensor), dict(known)))
 
 
 def _of(tensor: Tensor) -> dict[str, Any] | None:
     version, known = getattr(tensor, _ATTRIBUTE, (None, None))
-    return known if version == tensor._version else None
+    return known if version == _version(tensor) else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often the tensor was written into; None of a tensor of inference mode, which does not count it."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _may_have_twin(tensor: Tensor) -> bool:
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    """Indices and masks; bytes are images, which nobody asks back for and which would cross a queue twice."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint8)
     return whole and tensor.layout == torch.strided and tensor.nbytes <= LARGEST_TWIN

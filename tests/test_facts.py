@@ -29,11 +29,23 @@ def test_a_moved_tensor_keeps_facts_and_a_twin():
     assert facts.on_cpu(ids) is ids
 
 
-def test_floats_and_large_tensors_have_no_twin():
-    for tensor in (torch.zeros(3), torch.zeros(facts.LARGEST_TWIN + 1, dtype=torch.uint8)):
+def test_floats_bytes_and_large_tensors_have_no_twin():
+    large = torch.zeros(facts.LARGEST_TWIN // 8 + 1, dtype=torch.long)
+    for tensor in (torch.zeros(3), torch.zeros(3, dtype=torch.uint8), large):
         there = torch.empty_like(tensor, device="meta")
         facts.moved(tensor, there)
         assert not facts.has_twin(there)
+
+
+def test_tensors_of_inference_mode_keep_facts():
+    """LeRobot preprocesses observations there; such tensors do not count what is written into them."""
+    with torch.inference_mode():
+        ids = torch.arange(6)
+        facts.attach(ids, "longest", 3)
+        there = torch.empty(6, dtype=torch.long, device="meta")
+        facts.moved(ids, there)
+    assert facts.get(there, "longest") == 3 and facts.on_cpu(there) is ids
+    assert facts.get(torch.arange(6), "longest") is None
 
 
 def test_a_batch_goes_through_a_pickle():
