@@ -289,7 +289,7 @@ def test_switching_needs_no_care(policy, preprocessor, on):
     after = preprocessor(raw(policy))
     expected = policy._model_inputs(after)
     assert_same_batch(policy._model_inputs(before), expected)
-    assert (counts()[:2], sites.site(SITE).native_calls) == ((1, 1), 1)
+    assert counts()[:2] == (1, 0)  # off is no news
     somaspeed_patch.patch("molmoact2", gpu_images=True)
     assert_same_batch(policy._model_inputs(after), expected)
     assert reason() == "the batch was preprocessed where gpu_images is off"
