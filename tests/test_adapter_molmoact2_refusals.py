@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import somaspeed_patch
 from somaspeed_patch import sites, testing_molmoact2
-from somaspeed_patch.molmoact2 import expert, hooks, inputs
+from somaspeed_patch.molmoact2 import expert, hooks, inputs, policy_forward, refusals
 from somaspeed_patch.testing_molmoact2 import make_policy
 from somaspeed_patch.testing_parity import assert_same_step, lively, remembering, step
 
@@ -353,3 +354,12 @@ def test_running_out_of_memory_is_not_tried_again_by_the_host(monkeypatch):
     with somaspeed_patch.patched("molmoact2"), pytest.raises(torch.OutOfMemoryError):
         step(policy, make_batch(policy))
     assert site("frozen_prefix").fallbacks == 0
+
+
+def test_a_later_hosts_policy_is_left_alone():
+    """LeRobot main has the names and signatures, but another computation behind them."""
+    later = SimpleNamespace(config=SimpleNamespace(action_mode="continuous", dtype="bfloat16"))
+    with somaspeed_patch.patched("molmoact2"):
+        said = [refusals.of(way, later, {}) for way in WAYS] + [policy_forward._refusal(later)]
+    assert all("no model_dtype" in why for why in said)
+    assert refusals.unknown_host(original(**FROZEN)) is None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from somaspeed_patch import features, sites
 from somaspeed_patch.deferred import DeferredMetrics
+from somaspeed_patch.molmoact2 import refusals
 
 
 def policy_forward(wrapped: Any, policy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,7 +29,7 @@ def _refusal(policy: Any) -> str | None:
         return "not a training step"
     if policy.config.action_mode != "continuous":
         return f"action_mode is {policy.config.action_mode}: its loss counts tokens on the host"
-    return None
+    return refusals.unknown_host(policy)
 
 
 def _continuous(

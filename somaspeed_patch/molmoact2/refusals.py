@@ -11,11 +11,22 @@ from somaspeed_patch import features, frozen, guarded
 from somaspeed_patch.molmoact2 import inputs
 
 
+def unknown_host(policy: Any) -> str | None:
+    """Why the policy's training step is not the one of LeRobot 0.6.1, or None.
+
+    LeRobot main (0.6.2, 7427f31) keeps the names and signatures, but draws in fp32, masks causally and makes
+    positions of the mask; its configuration has `dtype` in the place of `model_dtype`.
+    """
+    if hasattr(policy.config, "model_dtype"):
+        return None
+    return "this LeRobot's MolmoAct2 is another than 0.6.1's (its configuration has no model_dtype)"
+
+
 def of(feature: str, policy: Any, kwargs: Mapping[str, Any]) -> str | None:
     """Why `feature`, frozen_prefix or shared_context, cannot serve this call of the policy, or None."""
     if not features.value(feature):
         return f"{feature} is off"
-    earlier = guarded.why_not(policy, f"molmoact2/{feature}")
+    earlier = unknown_host(policy) or guarded.why_not(policy, f"molmoact2/{feature}")
     if earlier is not None:
         return earlier
     if kwargs.get("reduction", "mean") not in ("mean", "none"):
