@@ -7,6 +7,7 @@ use modulations cached before a weight changed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -72,47 +73,13 @@ _PROCESSOR = "lerobot.policies.molmoact2.processor_molmoact2"
 _HF_PROCESSOR = "lerobot.policies.molmoact2.molmoact2_hf_model.image_processing_molmoact2"
 
 
-def _flow_loss(original: Any) -> Any:
-    from somaspeed_patch.molmoact2 import forward
+def _hooked(module: str, hook: str, *names: str) -> Callable[[Any], Any]:
+    """Hand the call to a function of `somaspeed_patch.molmoact2`, if the host's takes these parameters."""
 
-    names = ["self", "batch", "model_inputs", "timesteps", "noise", "reduction"]
-    with_parameters(original, names)
-    return wrapt.FunctionWrapper(original, forward.flow_loss)
-
-
-def _policy_forward(original: Any) -> Any:
-    from somaspeed_patch.molmoact2 import policy_forward
-
-    with_parameters(original, ["self", "batch", "reduction"])
-    return wrapt.FunctionWrapper(original, policy_forward.policy_forward)
-
-
-def _fresh(hook: str, *names: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
-        from somaspeed_patch.molmoact2 import modulations
-
         with_parameters(original, ["self", *names])
-        return wrapt.FunctionWrapper(original, getattr(modulations, hook))
-
-    return make
-
-
-def _hooked(hook: str, *names: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        from somaspeed_patch.molmoact2 import hooks
-
-        with_parameters(original, ["self", *names])
-        return wrapt.FunctionWrapper(original, getattr(hooks, hook))
-
-    return make
-
-
-def _images(hook: str, *names: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        from somaspeed_patch.molmoact2 import gpu_images
-
-        with_parameters(original, ["self", *names])
-        return wrapt.FunctionWrapper(original, getattr(gpu_images, hook))
+        ours = importlib.import_module(f"somaspeed_patch.molmoact2.{module}")
+        return wrapt.FunctionWrapper(original, getattr(ours, hook))
 
     return make
 
@@ -133,61 +100,61 @@ PATCHES = [
     Patch(
         module=_MODEL,
         name="MolmoAct2Policy._compute_flow_matching_loss_joint_per_layer",
-        make=_flow_loss,
+        make=_hooked("forward", "flow_loss", "batch", "model_inputs", "timesteps", "noise", "reduction"),
         site="frozen_prefix",
     ),
     Patch(
         module=_MODEL,
         name="MolmoAct2Policy.forward",
-        make=_policy_forward,
+        make=_hooked("policy_forward", "policy_forward", "batch", "reduction"),
         site="deferred_metrics",
     ),
     Patch(
         module=_HF_MODEL,
         name="MolmoAct2Embedding.forward",
-        make=_hooked("embedding", "x"),
+        make=_hooked("hooks", "embedding", "x"),
         site="split_embedding",
     ),
     Patch(
         module=_HF_MODEL,
         name="MolmoAct2Model.build_batched_images",
-        make=_hooked("batch_images", *_IMAGES),
+        make=_hooked("hooks", "batch_images", *_IMAGES),
         site="batched_images",
     ),
     Patch(
         module=_HF_MODEL,
         name="ViTMultiHeadDotProductAttention.forward",
-        make=_hooked("attend", "inputs_q", "inputs_kv", "attn_mask"),
+        make=_hooked("hooks", "attend", "inputs_q", "inputs_kv", "attn_mask"),
         site="fused_attention",
     ),
     Patch(
         module=_HF_MODEL,
         name="ActionExpert.get_or_prepare_modulation_cache",
-        make=_fresh("prepare", "timesteps", "cache_key"),
+        make=_hooked("modulations", "prepare", "timesteps", "cache_key"),
         site="fresh_modulations",
     ),
     Patch(
         module="lerobot.policies.molmoact2.molmoact2_hf_model.inference",
         name="ActionCudaGraphManager.run_action_flow",
-        make=_fresh("replay", "inputs", "steps", "run_loop"),
+        make=_hooked("modulations", "replay", "inputs", "steps", "run_loop"),
         site="fresh_modulations",
     ),
     Patch(
         module=_PROCESSOR,
         name="MolmoAct2PackInputsProcessorStep.__call__",
-        make=_images("pack", "transition"),
+        make=_hooked("gpu_images", "pack", "transition"),
         site="gpu_images",
     ),
     Patch(
         module=_HF_PROCESSOR,
         name="MolmoAct2ImageProcessor.preprocess",
-        make=_images("preprocess", "images", *_SETTINGS),
+        make=_hooked("gpu_images", "preprocess", "images", *_SETTINGS),
         site="gpu_images",
     ),
     Patch(
         module=_MODEL,
         name="MolmoAct2Policy._model_inputs",
-        make=_images("model_inputs", "batch"),
+        make=_hooked("gpu_images", "model_inputs", "batch"),
         site="gpu_images",
     ),
     Patch(
@@ -203,7 +170,7 @@ def release() -> None:
     """Drop what the hooks cached."""
     import sys
 
-    for name in ("forward", "modulations"):
+    for name in ("forward", "gpu_images", "modulations"):
         module = sys.modules.get(f"somaspeed_patch.molmoact2.{name}")
         if module is not None:
             module.release()

@@ -1,16 +1,15 @@
 """The real lerobot-train with a tiny MolmoAct2, native against patched: losses, weights, checkpoints."""
 
-import json
-import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import somaspeed_patch
 from somaspeed_patch import patching
+from somaspeed_patch.testing_train_parity import assert_same_run, run, weights
 from somaspeed_patch.tiny_molmoact2 import redirect
 
 DATASET = Path(__file__).parents[1] / "recipes" / "assets" / "libero_spatial_tiny"
@@ -46,46 +45,7 @@ def tiny():
     redirect.uninstall()
 
 
-def lerobot_train(arguments, folder, *, patched, steps=STEPS, site="molmoact2/frozen_prefix"):
-    """Run lerobot-train in this process; its updates as the recorder saw them, and its last checkpoint."""
-    from accelerate.state import AcceleratorState
-    from lerobot.scripts.lerobot_train import main
-
-    record = folder.with_suffix(".steps.jsonl")
-    targets = ("step_recorder", "molmoact2") if patched else ("step_recorder",)
-    before, sys.argv = sys.argv, ["lerobot-train", *arguments, f"--steps={steps}", f"--output_dir={folder}"]
-    try:
-        with somaspeed_patch.patched(*targets, record_steps=str(record)):
-            served = calls(site)
-            main()
-            served = calls(site) - served
-    finally:
-        sys.argv = before
-        AcceleratorState._reset_state(reset_partial_state=True)
-    updates = [json.loads(line) for line in record.read_text().splitlines()]
-    assert served == (len(updates) if patched else 0)
-    return updates, folder / "checkpoints" / f"{steps:06d}" / "pretrained_model"
-
-
-def calls(site):
-    return sum(found.calls for found in somaspeed_patch.report().sites if found.site == site)
-
-
-def weights(checkpoint):
-    return load_file(next(checkpoint.glob("*model.safetensors")))
-
-
-def assert_same_run(native, ours, count=STEPS):
-    assert len(native[0]) == len(ours[0]) == count
-    for theirs, mine in zip(native[0], ours[0], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        assert mine["lr"] == theirs["lr"]
-    native_weights, our_weights = weights(native[1]), weights(ours[1])
-    assert native_weights.keys() == our_weights.keys()
-    for name, value in native_weights.items():
-        assert our_weights[name].dtype == value.dtype
-        assert (our_weights[name] - value).abs().max() <= 1e-5, name
+lerobot_train = partial(run, target="molmoact2", site="molmoact2/frozen_prefix")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,7 +53,7 @@ def test_twenty_updates_are_the_same(case, tmp_path):
     policy, site = CASES[case]
     arguments = [*POLICY, *COMMON, *policy]
     native = lerobot_train(arguments, tmp_path / "native", patched=False)
-    assert_same_run(native, lerobot_train(arguments, tmp_path / "ours", patched=True, site=site))
+    assert_same_run(native, lerobot_train(arguments, tmp_path / "ours", patched=True, site=site), STEPS)
 
 
 def test_bf16_stays_as_close_to_fp32_as_native_does(tmp_path):
