@@ -51,11 +51,18 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """The tensor's values on the CPU: itself, its twin, or else a transfer, which waits for the device."""
+    """The tensor's values on the CPU: itself, its twin, or else one transfer, which waits for the device.
+
+    What was transferred is the tensor's twin from then on: a step asks for the same indices several times.
+    """
     if tensor.device.type == "cpu":
         return tensor
-    twin = get(tensor, TWIN)
-    return tensor.cpu() if twin is None else twin
+    twin: Tensor | None = get(tensor, TWIN)
+    if twin is None:
+        twin = tensor.cpu()
+        if not tensor.is_inference():  # writes into one are not counted, so its twin could not be told old
+            attach(tensor, TWIN, twin)
+    return twin
 
 
 def has_twin(tensor: Tensor) -> bool:

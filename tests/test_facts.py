@@ -3,6 +3,7 @@
 import io
 import pickle
 
+import pytest
 import torch
 
 from somaspeed_patch import facts
@@ -64,3 +65,12 @@ def test_a_batch_without_facts_is_left_as_it_is():
     batch = {"ids": torch.ones(2), facts.BATCH_KEY: "somebody else's"}
     facts.unpack(batch)
     assert batch[facts.BATCH_KEY] == "somebody else's" and set(batch) == {"ids", facts.BATCH_KEY}
+
+
+@pytest.mark.gpu
+def test_values_are_fetched_once_until_they_change():
+    there = torch.arange(6, device="cuda")
+    first = facts.on_cpu(there)
+    assert facts.on_cpu(there) is first and torch.equal(first, torch.arange(6))
+    there += 1
+    assert torch.equal(facts.on_cpu(there), torch.arange(6) + 1)
