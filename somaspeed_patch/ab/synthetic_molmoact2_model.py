@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from somaspeed_patch.ab.synthetic_recipe import Synthetic
-from somaspeed_patch.tiny_molmoact2 import sizes
+from somaspeed_patch.tiny_molmoact2 import checkpoint, sizes
 
-PATCH = 14  # pixels of a patch's side
+PATCH = checkpoint.PATCH
 POOL = 2  # patches of a pooled square's side
 
 IMAGE_START, IMAGE_END, IMAGE_PATCH, IMAGE_COLUMN = 1, 3, 5, 6
@@ -111,60 +112,20 @@ def _constructor(model: Any, device: torch.device) -> Callable[..., Any]:
 
 
 def _sections(size: str) -> dict[str, dict[str, Any]]:
-    """The sub-configurations. Attention is SDPA in each: the top's choice does not reach them."""
-    sections = _widths(sizes.by_name(size), odd=size != "full")
-    sections["text_config"] |= {"qkv_bias": False, "use_qk_norm": True, "qk_norm_type": "qwen3"}
-    for name in ("text_config", "vit_config", "adapter_config"):
-        sections[name]["attn_implementation"] = "sdpa"
-    return sections
+    """The sub-configurations. Attention is SDPA in each: the top's choice does not reach them.
 
-
-def _widths(size: sizes.Size, odd: bool) -> dict[str, dict[str, Any]]:
-    """Widths and depths. The full size's are fixed by the published counts of parameters, to the unit.
-
-    Args:
-        odd: one more patch a side than the size has, so that pooling pads as it does at the real 27.
+    The full size is fixed by the published counts of parameters, to the unit. A smaller one gets one
+    more patch a side, an odd number, so that pooling pads as it does at the real 27, and its own vocabulary:
+    there is no tokenizer here.
     """
-    patches = size.image_side // PATCH + int(odd)
-    vision = {
-        "hidden_size": size.vision_width,
-        "num_attention_heads": size.vision_heads,
-        "num_key_value_heads": size.vision_heads,
-        "head_dim": size.vision_width // size.vision_heads,
-    }
-    return {
-        "text_config": {
-            "hidden_size": size.llm_width,
-            "intermediate_size": size.llm_mlp,
-            "num_hidden_layers": size.depth,
-            "num_attention_heads": size.llm_heads,
-            "num_key_value_heads": size.llm_kv_heads,
-            "head_dim": size.head_dim,
-            "vocab_size": size.vocabulary or 512,
-            "additional_vocab_size": size.added_vocabulary or 16,
-        },
-        "vit_config": {
-            **vision,
-            "intermediate_size": size.vision_mlp,
-            "num_hidden_layers": size.vision_depth,
-            "image_default_input_size": (patches * PATCH, patches * PATCH),
-            "image_num_pos": patches**2,
-        },
-        "adapter_config": {
-            **vision,
-            "intermediate_size": size.projector_mlp or size.vision_mlp,
-            "text_hidden_size": size.llm_width,
-            "vit_layers": size.pooled_layers,
-        },
-        "action_expert_config": {
-            "hidden_size": size.expert_width,
-            "num_layers": size.depth,
-            "num_heads": size.expert_heads,
-            "mlp_ratio": size.expert_mlp_ratio,
-            "ffn_multiple_of": 16,
-            "timestep_embed_dim": size.time_width or size.expert_width,
-        },
-    }
+    chosen = sizes.by_name(size)
+    if size != "full":
+        side = chosen.image_side + PATCH
+        chosen = replace(chosen, image_side=side, vocabulary=512, added_vocabulary=16)
+    found = checkpoint.sections(chosen, chosen.depth)
+    for name in ("text_config", "vit_config", "adapter_config"):
+        found[name]["attn_implementation"] = "sdpa"
+    return found
 
 
 def _fill_zeros(policy: Any) -> None:

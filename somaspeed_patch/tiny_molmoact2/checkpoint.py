@@ -84,24 +84,35 @@ def _draw_weights(model: nn.Module) -> None:
                 parameter.normal_(0.0, scale)
 
 
+def sections(size: Size, layers: int) -> dict[str, dict[str, Any]]:
+    """Arguments of the host's four sub-configurations, by the name that MolmoAct2Config gives them."""
+    expert = {
+        "hidden_size": size.expert_width,
+        "num_layers": layers,
+        "num_heads": size.expert_heads,
+        "mlp_ratio": size.expert_mlp_ratio,
+        "ffn_multiple_of": 16,
+        "timestep_embed_dim": size.time_width or size.expert_width,
+    }
+    return {
+        "vit_config": _vision(size),
+        "adapter_config": _pooling(size),
+        "text_config": _language(size, layers),
+        "action_expert_config": expert,
+    }
+
+
 def _config(size: Size, layers: int, attn_implementation: str | None) -> Any:
     """The checkpoint's configuration."""
     from lerobot.policies.molmoact2.molmoact2_hf_model import configuration_molmoact2 as host
 
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    expert = host.MolmoAct2ActionExpertConfig(
-        hidden_size=size.expert_width,
-        num_layers=layers,
-        num_heads=size.expert_heads,
-        mlp_ratio=size.expert_mlp_ratio,
-        ffn_multiple_of=16,
-        timestep_embed_dim=size.time_width or size.expert_width,
-    )
+    found = sections(size, layers)
     return host.MolmoAct2Config(
-        vit_config=host.MolmoAct2VitConfig(**_vision(size), **attention),
-        adapter_config=host.MolmoAct2AdapterConfig(**_pooling(size), **attention),
-        text_config=host.MolmoAct2TextConfig(**_language(size, layers), **attention),
-        action_expert_config=expert,
+        vit_config=host.MolmoAct2VitConfig(**found["vit_config"], **attention),
+        adapter_config=host.MolmoAct2AdapterConfig(**found["adapter_config"], **attention),
+        text_config=host.MolmoAct2TextConfig(**found["text_config"], **attention),
+        action_expert_config=host.MolmoAct2ActionExpertConfig(**found["action_expert_config"]),
         max_action_dim=32,  # LeRobot refuses any other
         max_action_horizon=HORIZON,
         action_mode="both",
