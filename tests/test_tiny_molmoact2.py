@@ -38,8 +38,8 @@ def fast(tmp_path_factory):
 
 def test_every_token_has_the_id_that_the_checkpoint_names(text_tokenizer):
     known = tokenizer.ids()
-    assert text_tokenizer.convert_tokens_to_ids(list(known)) == list(known.values()) == list(range(788))
-    named = [token for token in known if len(token) > 1]
+    assert text_tokenizer.convert_tokens_to_ids(list(known)) == list(known.values()) == list(range(990))
+    named = [token for token in known if token.startswith("<")]
     assert [text_tokenizer.encode(token, add_special_tokens=False) for token in named] == [
         [known[token]] for token in named
     ]
@@ -47,13 +47,24 @@ def test_every_token_has_the_id_that_the_checkpoint_names(text_tokenizer):
     assert (
         config.action_token_start_id == known["<action_0>"] and config.image_patch_id == known["<im_patch>"]
     )
-    assert config.eos_token_id == text_tokenizer.eos_token_id == text_tokenizer.pad_token_id == 256
+    assert (
+        config.eos_token_id
+        == text_tokenizer.eos_token_id
+        == text_tokenizer.pad_token_id
+        == known[tokenizer.END]
+    )
 
 
-def test_text_is_one_id_a_byte(text_tokenizer):
-    text = "Pick up \u00e9 2!\n"
+def test_unknown_text_is_one_id_a_byte(text_tokenizer):
+    text = "Grip \u00e9 2!\n"
     ids = text_tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) == len(text.encode()) and max(ids) < 256 and text_tokenizer.decode(ids) == text
+
+
+def test_a_word_of_a_prompt_is_one_id(text_tokenizer):
+    text = "The task is to pick up the black bowl from table center. The setup is single franka robotic arm"
+    ids = text_tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.split()) + 1 and text_tokenizer.decode(ids) == text  # and the full stop
 
 
 @pytest.mark.parametrize("horizon", [4, 10, 30])
@@ -97,7 +108,7 @@ def test_a_checkpoint_with_other_layers_or_attention(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "total", "trainable"), [("micro", 293888, 58944), ("small", 3091488, 415456)]
+    ("size", "total", "trainable"), [("micro", 319744, 58944), ("small", 3169056, 415456)]
 )
 def test_parameter_counts(size, total, trainable):
     policy = make_policy(size=size, **EXPERT_ONLY)
@@ -188,6 +199,25 @@ def test_the_two_names_stand_for_the_files_until_they_are_given_back(tmp_path):
     assert [dict(vars(module)) for module in modules] == before
 
 
+def test_loading_the_full_size_draws_no_weights_that_the_checkpoint_brings():
+    from lerobot.policies.molmoact2.molmoact2_hf_model import modeling_molmoact2 as host
+    from safetensors.torch import load_file
+
+    own = host.MolmoAct2PreTrainedModel._init_weights
+    files = assets.ensure("micro").checkpoint
+    redirect.install("full")
+    try:
+        torch.manual_seed(5)
+        model = host.MolmoAct2ForConditionalGeneration.from_pretrained(files, dtype=torch.float32)
+        after = torch.get_rng_state()
+    finally:
+        redirect.uninstall()
+    assert torch.equal(after, torch.manual_seed(5).get_state())
+    stored = load_file(files / "model.safetensors")
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+    assert host.MolmoAct2PreTrainedModel._init_weights is own
+
+
 def test_the_processor_gives_the_keys_that_the_policy_reads():
     policy = make_policy(cameras=2, state_dim=8, action_dim=7)
     batch = make_batch(policy, batch_size=3)
@@ -216,7 +246,7 @@ def test_the_processor_gives_the_keys_that_the_policy_reads():
 def test_tasks_and_still_samples_pad_and_valid_actions_mask():
     batch = make_batch(make_policy(), tasks=["a", "put it back", "a"], valid_actions=[4, 1, 2], still=[2])
     real = batch["attention_mask"].sum(dim=1).tolist()
-    assert real == [max(real) - 10, max(real), max(real) - 14]
+    assert real == [max(real) - 7, max(real), max(real) - 11]
     assert batch["attention_mask"][:, -1].all() and (batch["labels"] >= 0).sum(1).tolist() == [27, 27, 23]
     assert batch["action_horizon_is_pad"].sum(dim=1).tolist() == [0, 3, 2]
 

@@ -1,12 +1,17 @@
-"""The tiny MolmoAct2's tokenizer: one id a byte, then the model's special tokens; no merges, no network.
+"""The tiny MolmoAct2's tokenizer: one id a byte and one for each word of a LIBERO prompt, no network.
 
-Ids: 0 to 255 the bytes, then SPECIAL, `<action_0>` ..., `<state_0>` ..., and last IMAGE, whose embeddings
-MolmoAct2 keeps in a second table. It pads on the left: after padding on the right LeRobot's processor would
-mark the padding as text.
+With the words a prompt is about as long as with the real vocabulary, 80 ids beside the images', so that a
+benchmark's steps cost what real ones do, and LeRobot's bound of the sequence length holds.
+
+Ids: 0 to 255 the bytes, then the words and their beginnings, SPECIAL, `<action_0>` ..., `<state_0>` ..., and
+last IMAGE, whose embeddings MolmoAct2 keeps in a second table. It pads on the left: after padding on the
+right LeRobot's processor would mark the padding as text.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 ACTIONS = 256  # ids of the FAST tokenizer that have a token
@@ -20,16 +25,20 @@ IMAGE = (
     "<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<frame_start>", "<im_end>", "<frame_end>",
     "<im_low>",
 )  # fmt: skip
+_SPACE = "Ġ"  # how a byte-level vocabulary writes a space
+_WORDS_AFTER_A_SPACE = (
+    "Given The a action and arm between black bowl box center complete control cookie current delta "
+    "effector end expected franka from given in is it libero mode next of on pick place plate pose ramekin "
+    "robot robotic setup should single state stove table take task the these to up what"
+)
+_WORDS = "Image The assistant user"
 
 
 def ids() -> dict[str, int]:
     """The id of every token, in ascending order."""
-    from tokenizers import pre_tokenizers
-
     actions = [f"<action_{i}>" for i in range(ACTIONS)]
     states = [f"<state_{i}>" for i in range(STATES)]
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL, *actions, *states, *IMAGE]
-    return {token: i for i, token in enumerate(tokens)}
+    return {token: i for i, token in enumerate([*_text(), *SPECIAL, *actions, *states, *IMAGE])}
 
 
 def write(folder: Path) -> None:
@@ -37,10 +46,29 @@ def write(folder: Path) -> None:
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
-    known = ids()
+    text = {token: i for i, token in enumerate(_text())}
     special = {"bos_token": END, "eos_token": END, "pad_token": END}
-    letters = {token: i for token, i in known.items() if i < 256}
-    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], unk_token=None, **special, padding_side="left")
-    added = [token for token, i in known.items() if i >= 256]
+    pairs = list(_merges())
+    tokenizer = Qwen2Tokenizer(vocab=text, merges=pairs, unk_token=None, **special, padding_side="left")
+    added = [token for token in ids() if token not in text]
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     tokenizer.save_pretrained(folder)
+
+
+def _text() -> list[str]:
+    """The bytes, then what `_merges` makes of them."""
+    from tokenizers import pre_tokenizers
+
+    return [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in _merges())]
+
+
+@cache
+def _merges() -> tuple[tuple[str, str], ...]:
+    """The pairs that grow each word from its first character on.
+
+    Those of words after a space come first: no pair inside such a word can then be merged before it is whole.
+    """
+    words = [_SPACE + word for word in _WORDS_AFTER_A_SPACE.split()] + _WORDS.split()
+    return tuple(
+        dict.fromkeys(pair for word in words for pair in zip(accumulate(word), word[1:], strict=False))
+    )
