@@ -59,6 +59,12 @@ FEATURES = [
         default=True,
     ),
     Feature(
+        name="train_mode",
+        changes="MolmoAct2: train() at every step looks at the modules' modes, and sets them if one differs",
+        exact=True,
+        default=True,
+    ),
+    Feature(
         name="gpu_images",
         changes="MolmoAct2: resize, normalise and cut the images into patches on the GPU; "
         "rounds a few pixels otherwise",
@@ -108,6 +114,12 @@ PATCHES = [
         name="MolmoAct2Policy.forward",
         make=_hooked("policy_forward", "policy_forward", "batch", "reduction"),
         site="deferred_metrics",
+    ),
+    Patch(
+        module=_MODEL,
+        name="MolmoAct2Policy.train",
+        make=_hooked("hooks", "train", "mode"),
+        site="train_mode",
     ),
     Patch(
         module=_HF_MODEL,
@@ -170,7 +182,7 @@ def release() -> None:
     """Drop what the hooks cached."""
     import sys
 
-    for name in ("forward", "gpu_images", "modulations"):
-        module = sys.modules.get(f"somaspeed_patch.molmoact2.{name}")
+    for name in ("molmoact2.forward", "molmoact2.gpu_images", "molmoact2.modulations", "train_mode"):
+        module = sys.modules.get(f"somaspeed_patch.{name}")
         if module is not None:
             module.release()

@@ -218,6 +218,21 @@ def test_loading_the_full_size_draws_no_weights_that_the_checkpoint_brings():
     assert host.MolmoAct2PreTrainedModel._init_weights is own
 
 
+def test_an_epoch_can_hold_each_episode_several_times():
+    from lerobot.datasets import EpisodeAwareSampler
+
+    own = EpisodeAwareSampler.__init__
+    redirect.repeat_episodes(3)
+    try:
+        several = EpisodeAwareSampler([0, 4], [4, 6], drop_n_last_frames=1, shuffle=True, seed=1)
+    finally:
+        redirect.uninstall()
+    order = list(several)
+    assert len(several) == 12 and sorted(order) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 4, 4, 4] != order
+    assert sorted(EpisodeAwareSampler([0, 4], [4, 6])) == [0, 1, 2, 3, 4, 5]
+    assert EpisodeAwareSampler.__init__ is own
+
+
 def test_the_processor_gives_the_keys_that_the_policy_reads():
     policy = make_policy(cameras=2, state_dim=8, action_dim=7)
     batch = make_batch(policy, batch_size=3)

@@ -1,4 +1,4 @@
-"""What also serves a policy whose backbone trains: embedding, image batching, vision attention."""
+"""What also serves a policy whose backbone trains: modes, embedding, image batching, vision attention."""
 
 from __future__ import annotations
 
@@ -8,11 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from somaspeed_patch import features, guarded, sites
+from somaspeed_patch import features, guarded, sites, train_mode
 from somaspeed_patch.guarded import Declined
 from somaspeed_patch.molmoact2 import inputs, layout
 from somaspeed_patch.molmoact2.attention import vision_attention
 from somaspeed_patch.molmoact2.embedding import embed
+
+
+def train(wrapped: Any, policy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """MolmoAct2Policy.train, whose walks are left out where every module is in its mode already."""
+    if torch.compiler.is_compiling() or not features.value("train_mode"):
+        return wrapped(*args, **kwargs)
+    mode = args[0] if args else kwargs.get("mode", True)
+    setting = (mode, getattr(policy.config, "train_action_expert_only", False))
+    if train_mode.already(policy, setting):
+        policy._set_inference_cuda_graph_enabled(not mode)  # no module's mode: the host's last line
+        sites.site("molmoact2/train_mode").ran()
+        return policy
+    result = wrapped(*args, **kwargs)
+    train_mode.note(policy, setting)
+    return result
 
 
 def embedding(wrapped: Any, wte: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

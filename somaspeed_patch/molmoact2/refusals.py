@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -45,11 +45,16 @@ def _unlike_the_host(policy: Any, backbone: Any) -> str | None:
         return "there is not one action expert block a language layer"
     if expert.training and float(getattr(expert.config, "attn_dropout", 0.0)) > 0:
         return "attention dropout is active in the expert, its random mask has the repeated K/V's shape"
-    odd = next((type(p).__name__ for p in expert.parameters() if type(p) is not nn.Parameter), None)
+    odd = next((type(p).__name__ for p in _parameters(expert) if type(p) is not nn.Parameter), None)
     if odd is not None:
         return f"the expert's parameters are {odd}s, not plain ones"
     hooked = any(_has_hooks(block) or _has_hooks(block.cross_attn) for block in expert.blocks)
     return "somebody has hooks on blocks of the action expert" if hooked else None
+
+
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Without the names that `module.parameters()` makes for each: 0.5 ms instead of 4."""
+    return (p for part in frozen.walk(module) for p in part._parameters.values() if p is not None)
 
 
 def _why_not_frozen(policy: Any, backbone: Any) -> str | None:
@@ -72,7 +77,7 @@ def _why_not_in_parts(name: str, module: nn.Module) -> str | None:
 
     Attention dropout is a number of the host's attention modules, no module that `frozen` would find.
     """
-    for part in module.modules():
+    for part in frozen.walk(module):
         if _has_hooks(part):
             return f"somebody has hooks on modules of the {name}"
         if part.training and getattr(part, "attention_dropout", 0) > 0:

@@ -1,6 +1,7 @@
-"""Two names that stand for the tiny MolmoAct2's files, as if they were repositories on the hub.
+"""What a run on the tiny MolmoAct2 needs of LeRobot in its process: names for files, episodes repeated.
 
-A training command, and the configuration that it saves, then read the same on every machine.
+Two names stand for the tiny MolmoAct2's files, as if they were repositories on the hub: a training command,
+and the configuration that it saves, then read the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ def install(size: str) -> None:
         _replace(hf_modeling.MolmoAct2PreTrainedModel, "_init_weights", _no_draws)
 
 
+def repeat_episodes(times: int) -> None:
+    """Let an epoch of LeRobot's sampler hold every episode `times` times, in one shuffled order.
+
+    A benchmark on the small data set then has no epoch's end in it, where the workers begin anew.
+    """
+    from lerobot.datasets import sampler
+
+    _replace(sampler.EpisodeAwareSampler, "__init__", partial(_repeating, times))
+
+
 def uninstall() -> None:
     """Put LeRobot's own functions back; nothing happens when none were replaced."""
     while _before:
@@ -58,6 +69,15 @@ def _redirected(size: str, function: Callable[..., str]) -> Callable[..., str]:
         return function(location, **options)
 
     return resolve
+
+
+def _repeating(times: int, function: Callable[..., None]) -> Callable[..., None]:
+    """EpisodeAwareSampler.__init__ with all episodes `times` times; a choice by index stays once."""
+
+    def initialise(self: Any, starts: Any, ends: Any, *args: Any, **kwargs: Any) -> None:
+        function(self, [*starts] * times, [*ends] * times, *args, **kwargs)
+
+    return initialise
 
 
 def _no_draws(function: Callable[..., None]) -> Callable[..., None]:
