@@ -14,9 +14,9 @@ from typing import Any
 import wrapt
 
 from somaspeed_patch.features import CAST_ONCE, COMPILE, FROZEN_PREFIX, Feature
-from somaspeed_patch.registry import Patch, with_parameters
+from somaspeed_patch.registry import Patch, function, with_parameters
 
-REQUIRES = ["lerobot>=0.6.1,<0.7"]
+REQUIRES = ["lerobot>=0.6.1,<0.7", "accelerate>=1.0,<2"]
 
 FEATURES = [
     FROZEN_PREFIX,
@@ -90,6 +90,20 @@ def _hooked(module: str, hook: str, *names: str) -> Callable[[Any], Any]:
     return make
 
 
+def _forward(original: Any) -> Any:
+    with_parameters(original, ["self", "batch", "reduction"])
+    from somaspeed_patch.molmoact2.policy_forward import policy_forward
+
+    return function(original, policy_forward)
+
+
+def _unread(original: Any) -> Any:
+    with_parameters(original, ["tensor"])
+    from somaspeed_patch import deferred
+
+    return wrapt.FunctionWrapper(original, deferred.to_fp32)
+
+
 def _carrying(original: Any) -> Any:
     from somaspeed_patch import fact_hooks
 
@@ -112,7 +126,13 @@ PATCHES = [
     Patch(
         module=_MODEL,
         name="MolmoAct2Policy.forward",
-        make=_hooked("policy_forward", "policy_forward", "batch", "reduction"),
+        make=_forward,
+        site="deferred_metrics",
+    ),
+    Patch(
+        module="accelerate.utils.operations",
+        name="convert_to_fp32",
+        make=_unread,
         site="deferred_metrics",
     ),
     Patch(

@@ -12,7 +12,7 @@ from typing import Any
 import wrapt
 
 from somaspeed_patch.features import CAST_ONCE, COMPILE, FROZEN_PREFIX, Feature
-from somaspeed_patch.registry import Patch, with_parameters
+from somaspeed_patch.registry import Patch, function, with_parameters
 
 REQUIRES = ["lerobot>=0.6.1,<0.7"]
 
@@ -65,7 +65,7 @@ def _embed_prefix(original: Any) -> Any:
 def _bypassing(original: Any) -> Any:
     from somaspeed_patch.pi05 import host_compile
 
-    return wrapt.FunctionWrapper(original, host_compile.policy_forward)
+    return function(original, host_compile.policy_forward)
 
 
 def _hinting(hook: str) -> Callable[[Any], Any]:

@@ -38,6 +38,17 @@ class DeferredMetrics(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
+def to_fp32(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """accelerate's convert_to_fp32 on what a policy returns under autocast, deferred metrics left unread.
+
+    It would read them to look for 16-bit tensors, and they are floats.
+    """
+    outputs = args[0] if args else kwargs["tensor"]
+    if type(outputs) is not tuple or not any(isinstance(one, DeferredMetrics) for one in outputs):
+        return wrapped(*args, **kwargs)
+    return tuple(one if isinstance(one, DeferredMetrics) else wrapped(one) for one in outputs)
+
+
 def _looking(name: str) -> Any:
     method = getattr(dict, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,20 @@ def with_parameters(function: Any, expected: Sequence[str], optional: Sequence[s
     if found[: len(expected)] != list(expected) or set(found[len(expected) :]) - set(optional):
         name = getattr(function, "__qualname__", function)
         raise AttributeError(f"{name} takes ({', '.join(found)}), expected ({', '.join(expected)})")
+
+
+def function(original: Any, hook: Callable[..., Any]) -> Any:
+    """For `make`: `hook(wrapped, instance, args, kwargs)` as wrapt calls it, but from a plain function.
+
+    For a policy's forward: under mixed precision accelerate builds on `model.forward.__func__`, with which a
+    wrapt proxy hands out the host's function.
+    """
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(functools.partial(original, self), self, args, kwargs)
+
+    return replacement
 
 
 def apply(owner: str, patches: Sequence[Patch]) -> None:

@@ -94,6 +94,27 @@ def test_the_hosts_own_compile_model_turns_it_on(checkpointing):
     assert torch.allclose(native[0], ours[0], rtol=1e-6)
 
 
+def test_under_mixed_precision_the_hosts_compiled_forward_steps_aside_too():
+    """There accelerate calls PI05Policy.forward through what it found under `policy.forward.__func__`."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    def never(*args, **kwargs):
+        raise RuntimeError("the host's compiled forward ran")
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with somaspeed_patch.patched("pi05"):
+            policy = Accelerator(cpu=True, mixed_precision="bf16").prepare(
+                make_policy(train_expert_only=True)
+            )
+            vars(policy.model)["forward"] = never
+            loss, _ = policy.forward(make_batch(policy))
+        assert loss.isfinite() and vars(policy.model)["forward"] is never
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_a_backward_that_does_not_compile_is_found_in_the_forward(monkeypatch):
     """torch compiles it lazily, inside the user's loss.backward(), where nobody could fall back."""
     from functorch.compile import make_boxed_func
