@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from somaspeed_patch import facts
+from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
 from somaspeed_patch.molmoact2 import constants
 from somaspeed_patch.molmoact2.expert import Rows
@@ -91,7 +92,8 @@ def _cross_mask(policy: Any, expert: Any, inputs: Mapping[str, Tensor], actions:
     known = facts.has_twin(ids) and (given is None or facts.has_twin(given))
     if known:
         ids, given = facts.on_cpu(ids), None if given is None else facts.on_cpu(given)
-    mask = policy._encoder_attention_mask_for_action_expert(input_ids=ids, attention_mask=given)
+    with one_thread():
+        mask = policy._encoder_attention_mask_for_action_expert(input_ids=ids, attention_mask=given)
     if all_ones(mask):
         return None
     mask = constants.on(actions.device, mask) if known else mask

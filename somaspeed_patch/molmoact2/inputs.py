@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch import facts, frozen
+from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
 from somaspeed_patch.molmoact2 import constants, layout, vision
 from somaspeed_patch.molmoact2.embedding import embed
 from somaspeed_patch.molmoact2.layout import Layout
 
 _VISION = ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
+_CONTRADICTION = "the batch's images do not fit its tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ def _embed(wte: Any, ids: Tensor) -> Tensor:
     return embed(wte, ids) if hasattr(wte, "new_embedding") else wte(ids)
 
 
+@one_thread()
 def plan(backbone: Any, inputs: Mapping[str, Tensor]) -> Layout | None:
     """The images' layout; None where it contradicts the other tensors."""
     ids = facts.on_cpu(inputs["input_ids"])
@@ -97,16 +100,26 @@ def plan(backbone: Any, inputs: Mapping[str, Tensor]) -> Layout | None:
 def _features(backbone: Any, tower: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Positions of the image tokens in the flattened batch, and their features."""
     found = plan(backbone, inputs)
-    pooling, ids = inputs["image_token_pooling"], facts.on_cpu(inputs["input_ids"])
-    positions = (ids.flatten() == backbone.config.image_patch_id).nonzero().flatten()
-    rows = None if found is None else vision.token_rows(found, facts.on_cpu(pooling))
-    if found is None or len(positions) != (found.samples * found.pooled if rows is None else len(rows)):
-        raise Declined("the batch's images do not fit its tokens")
-    images, patches = layout.batched(found, inputs["pixel_values"], pooling)
+    if found is None:
+        raise Declined(_CONTRADICTION)
+    positions, rows = _tokens(backbone, found, inputs)
+    images, patches = layout.batched(found, inputs["pixel_values"], inputs["image_token_pooling"])
     features = vision.image_features(tower, images, patches, rows)
     return constants.on(features.device, positions), features
 
 
+@one_thread()
+def _tokens(backbone: Any, found: Layout, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Positions of the image tokens, and the rows of the pooled tokens that go there (None: all)."""
+    ids = facts.on_cpu(inputs["input_ids"])
+    positions = (ids.flatten() == backbone.config.image_patch_id).nonzero().flatten()
+    rows = vision.token_rows(found, facts.on_cpu(inputs["image_token_pooling"]))
+    if len(positions) != (found.samples * found.pooled if rows is None else len(rows)):
+        raise Declined(_CONTRADICTION)
+    return positions, rows
+
+
+@one_thread()
 def all_ones(mask: Tensor | None) -> bool:
     """Whether a mask is known, without asking the device, to be True everywhere. None counts as such."""
     return mask is None or (facts.has_twin(mask) and bool(facts.on_cpu(mask).bool().all()))
