@@ -13,7 +13,7 @@ from typing import Any
 
 import wrapt
 
-from somaspeed_patch.features import CAST_ONCE, COMPILE, FROZEN_PREFIX, Feature
+from somaspeed_patch.features import CAST_ONCE, COMPILE, DEFERRED_METRICS, FROZEN_PREFIX, Feature
 from somaspeed_patch.registry import Patch, function, with_parameters
 
 REQUIRES = ["lerobot>=0.6.1,<0.7", "accelerate>=1.0,<2"]
@@ -52,12 +52,7 @@ FEATURES = [
         exact=True,
         default=True,
     ),
-    Feature(
-        name="deferred_metrics",
-        changes="MolmoAct2: read the step's metrics when somebody looks, not between forward and backward",
-        exact=True,
-        default=True,
-    ),
+    DEFERRED_METRICS,
     Feature(
         name="train_mode",
         changes="MolmoAct2: train() at every step looks at the modules' modes, and sets them if one differs",

@@ -54,6 +54,13 @@ COMPILE = Feature(
     default=False,
 )
 
+DEFERRED_METRICS = Feature(
+    name="deferred_metrics",
+    changes="MolmoAct2, GR00T: read the step's metrics when somebody looks, not between forward and backward",
+    exact=True,
+    default=True,
+)
+
 _values: dict[str, Value] = {}
 
 

@@ -6,14 +6,17 @@ patches differ.
 
 from __future__ import annotations
 
+import builtins
 import os
 import runpy
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -61,6 +64,14 @@ def _run_module(words: list[str]) -> None:
 
 
 def _run_file(words: list[str]) -> None:
+    """As `python FILE` does: `__main__` is the script for good, for what its threads and exit hooks look up.
+
+    runpy would put ours back at the script's end, and would make `__file__` relative if the word is.
+    """
     sys.argv = list(words)
     sys.path[0] = str(Path(words[0]).resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    path = os.path.abspath(words[0])
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __loader__=loader, __cached__=None, __builtins__=builtins)
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))

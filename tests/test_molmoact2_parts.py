@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from lerobot.policies.molmoact2.molmoact2_hf_model import modeling_molmoact2 as host
 from torch import nn
 
-from somaspeed_patch.molmoact2 import attention, constants, embedding, inputs, layout, vision
+from somaspeed_patch import constants
+from somaspeed_patch.molmoact2 import attention, embedding, inputs, layout, vision
 from somaspeed_patch.testing import assert_no_worse_than_native
 
 PATCHES, PIXELS, POOL = 9, 5, 4

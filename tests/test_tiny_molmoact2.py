@@ -12,6 +12,7 @@ import torch
 from somaspeed_patch.ab.recipe import fill, load
 from somaspeed_patch.testing_lerobot import lerobot_train
 from somaspeed_patch.testing_molmoact2 import loss_and_gradients, make_batch, make_policy, make_raw_batch
+from somaspeed_patch.tiny import episodes
 from somaspeed_patch.tiny_molmoact2 import assets, checkpoint, fast_tokenizer, redirect, sizes, tokenizer
 
 EXPERT_ONLY = {"action_mode": "continuous", "train_action_expert_only": True}
@@ -218,15 +219,16 @@ def test_loading_the_full_size_draws_no_weights_that_the_checkpoint_brings():
     assert host.MolmoAct2PreTrainedModel._init_weights is own
 
 
-def test_an_epoch_can_hold_each_episode_several_times():
+def test_an_epoch_can_hold_each_episode_several_times(monkeypatch):
     from lerobot.datasets import EpisodeAwareSampler
 
     own = EpisodeAwareSampler.__init__
-    redirect.repeat_episodes(3)
+    monkeypatch.setenv(episodes.VARIABLE, "3")
+    episodes.repeat_from_environment()
     try:
         several = EpisodeAwareSampler([0, 4], [4, 6], drop_n_last_frames=1, shuffle=True, seed=1)
     finally:
-        redirect.uninstall()
+        episodes.restore()
     order = list(several)
     assert len(several) == 12 and sorted(order) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 4, 4, 4] != order
     assert sorted(EpisodeAwareSampler([0, 4], [4, 6])) == [0, 1, 2, 3, 4, 5]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,13 +17,24 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch import patched, report
-from somaspeed_patch.ab import machine, synthetic_gate, synthetic_molmoact2, synthetic_pi05, synthetic_profile
+from somaspeed_patch.ab import (
+    machine,
+    synthetic_gate,
+    synthetic_groot,
+    synthetic_molmoact2,
+    synthetic_pi05,
+    synthetic_profile,
+)
 from somaspeed_patch.ab.results import spread
 from somaspeed_patch.ab.synthetic_recipe import Synthetic, SyntheticArm
 from somaspeed_patch.ab.synthetic_subject import PHASES, Subject
 
 Cell = tuple[SyntheticArm, int]
-SUBJECTS = {"pi05": synthetic_pi05.Subject, "molmoact2": synthetic_molmoact2.Subject}  # by model and adapter
+SUBJECTS: Mapping[str, type[Subject]] = {  # by model and adapter
+    "groot": synthetic_groot.Subject,
+    "molmoact2": synthetic_molmoact2.Subject,
+    "pi05": synthetic_pi05.Subject,
+}
 TARGETS = ("accelerate_clip", "lerobot_optimizer")  # what else touches the step that is measured
 
 
@@ -62,16 +73,23 @@ def run(
 
 
 def _gates(recipe: Synthetic, subject: Subject) -> dict[str, Any]:
-    """A verdict for each patched arm; the exact and native gradients are computed once for each padding."""
-    native: dict[str | None, tuple[Any, Any]] = {}
+    """A verdict for each patched arm.
+
+    The exact and native gradients are computed once for each padding and for each choice of the options that
+    change what is computed.
+    """
+    native: dict[Any, tuple[Any, Any]] = {}
     verdicts = {}
     for arm in recipe.arms:
         if arm.patched:
             batch = subject.batch(synthetic_gate.BATCH, padding=arm.padding)
-            if arm.padding not in native:
-                native[arm.padding] = synthetic_gate.truth(subject, batch), subject.loss_and_gradients(batch)
+            options = {name: arm.policy[name] for name in sorted(subject.changes_results & arm.policy.keys())}
+            key = arm.padding, *options.items()
+            if key not in native:
+                with subject.switched(options):
+                    native[key] = synthetic_gate.truth(subject, batch), subject.loss_and_gradients(batch)
             with _arranged(subject, arm):
-                verdicts[arm.name] = _verdict(subject, batch, *native[arm.padding])
+                verdicts[arm.name] = _verdict(subject, batch, *native[key])
     return verdicts
 
 
@@ -177,7 +195,8 @@ def _results(
         "versions": machine.versions(),
         "machine": {**machine.processor(), "device": _device_name(device)},
         "model": {"name": recipe.model, "size": recipe.size, "dtype": recipe.dtype, "cameras": recipe.cameras,
-                  "language_slots": recipe.slots, "language_tokens": recipe.tokens, "chunk": recipe.chunk},
+                  "language_slots": recipe.slots, "language_tokens": recipe.tokens, "chunk": recipe.chunk,
+                  "embodiments": recipe.embodiments},
         "gate": gates,
         "cells": cells,
         "comparison": _comparison(recipe, cells),

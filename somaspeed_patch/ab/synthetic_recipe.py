@@ -9,6 +9,7 @@ from typing import Any
 
 from somaspeed_patch.ab import recipe as recipes
 from somaspeed_patch.ab.yaml_reader import RecipeError, Section, nearest, whole
+from somaspeed_patch.tiny_groot import sizes as tiny_groot
 from somaspeed_patch.tiny_molmoact2 import sizes as tiny_molmoact2
 from somaspeed_patch.tiny_pi05 import sizes as tiny_pi05
 
@@ -46,6 +47,18 @@ MODELS: Mapping[str, Model] = {
         paddings=("left", "right"),
         sizes=tuple(sorted(tiny_molmoact2.SIZES)),
     ),
+    "groot": Model(
+        counts={"cameras": 2, "tokens": 44, "chunk": 16, "embodiments": 1},
+        switches={
+            "all_bf16": (),
+            "all_fp32": (),
+            "attention": ("sdpa", "eager"),
+            "compile_blocks": (),
+            "dropout": ("host", "off"),
+        },
+        paddings=("left",),
+        sizes=tuple(sorted(tiny_groot.SIZES)),
+    ),
 }
 
 
@@ -78,7 +91,7 @@ class Synthetic:
     size: str
     """one of the model's sizes"""
     dtype: str
-    """the policy's dtype: bfloat16 or float32"""
+    """the policy's dtype, of GR00T its frozen backbone's: bfloat16 or float32"""
     cameras: int
     """images a sample"""
     slots: int
@@ -87,6 +100,8 @@ class Synthetic:
     """real language tokens of the longest prompt"""
     chunk: int
     """actions a sample"""
+    embodiments: int = 1
+    """robots that the samples are spread over"""
     warmup: int
     """updates before timing, in the first repeat of each arm and batch; one in the others"""
     steps: int

@@ -19,6 +19,9 @@ PHASES = ("forward", "backward", "optimizer")
 class Subject(ABC):
     """The model under test with its optimizer; arms switch the host's own options on and off around it."""
 
+    changes_results: frozenset[str] = frozenset()
+    """the options that change what is computed, not how: the gate compares with a native run that has them"""
+
     def __init__(self, recipe: Synthetic, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         # As lerobot-train sets them.

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from somaspeed_patch import facts
+from somaspeed_patch import constants, facts
 from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
-from somaspeed_patch.molmoact2 import constants
 from somaspeed_patch.molmoact2.expert import Rows
 from somaspeed_patch.molmoact2.inputs import all_ones
 

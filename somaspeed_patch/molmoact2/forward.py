@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from somaspeed_patch import features, frozen, guarded, sites
+from somaspeed_patch import constants, features, frozen, guarded, sites
 from somaspeed_patch.compiled import CompiledLayer
-from somaspeed_patch.molmoact2 import constants, context, expert, flow, inputs, refusals
+from somaspeed_patch.molmoact2 import context, expert, flow, inputs, refusals
 from somaspeed_patch.molmoact2.expert import Rows
 
 Stack = Callable[[Rows, Tensor], tuple[Tensor, Tensor | None]]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from somaspeed_patch import facts, frozen
+from somaspeed_patch import constants, facts, frozen
 from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
-from somaspeed_patch.molmoact2 import constants, layout, vision
+from somaspeed_patch.molmoact2 import layout, vision
 from somaspeed_patch.molmoact2.embedding import embed
 from somaspeed_patch.molmoact2.layout import Layout
 

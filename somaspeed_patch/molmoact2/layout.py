@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from somaspeed_patch.molmoact2 import constants
+from somaspeed_patch import constants
 
 
 @dataclass(frozen=True, kw_only=True)

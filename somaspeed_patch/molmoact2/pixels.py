@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from somaspeed_patch.molmoact2 import constants
+from somaspeed_patch import constants
 
 # 32 images of 378 pixels are 110 MB in fp64, and two such tensors are alive at once. The patches of 256
 # images, two cameras of 128 samples, are 440 MB in fp32: made in one go, little beside a step's activations.

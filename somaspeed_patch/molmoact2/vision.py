@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from somaspeed_patch import features
+from somaspeed_patch import constants, features
 from somaspeed_patch.kernels.add_layer_norm import add_layer_norm
-from somaspeed_patch.molmoact2 import constants
 from somaspeed_patch.molmoact2.attention import vision_attention
 from somaspeed_patch.molmoact2.layout import Layout
 

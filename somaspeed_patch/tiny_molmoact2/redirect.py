@@ -1,7 +1,6 @@
-"""What a run on the tiny MolmoAct2 needs of LeRobot in its process: names for files, episodes repeated.
+"""Two names that stand for the tiny MolmoAct2's files, as if they were repositories on the hub.
 
-Two names stand for the tiny MolmoAct2's files, as if they were repositories on the hub: a training command,
-and the configuration that it saves, then read the same on every machine.
+A training command, and the configuration that it saves, then read the same on every machine.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from somaspeed_patch.tiny.replaced import Replaced
 from somaspeed_patch.tiny_molmoact2 import assets
 
 CHECKPOINT = "somaspeed/tiny-molmoact2"
 FAST_TOKENIZER = "somaspeed/tiny-molmoact2-fast"
 
-# module or class, name, and LeRobot's own function, while the names are redirected
-_before: list[tuple[Any, str, Any]] = []
+_replaced = Replaced()
 
 
 def install(size: str) -> None:
@@ -30,32 +29,15 @@ def install(size: str) -> None:
 
     uninstall()
     for module in (modeling_molmoact2, processor_molmoact2):
-        _replace(module, "_resolve_checkpoint_location", partial(_redirected, size))
-    _replace(action_tokenizer, "_resolve_tokenizer_location", partial(_redirected, size))
+        _replaced.put(module, "_resolve_checkpoint_location", partial(_redirected, size))
+    _replaced.put(action_tokenizer, "_resolve_tokenizer_location", partial(_redirected, size))
     if size == "full":
-        _replace(hf_modeling.MolmoAct2PreTrainedModel, "_init_weights", _no_draws)
-
-
-def repeat_episodes(times: int) -> None:
-    """Let an epoch of LeRobot's sampler hold every episode `times` times, in one shuffled order.
-
-    A benchmark on the small data set then has no epoch's end in it, where the workers begin anew.
-    """
-    from lerobot.datasets import sampler
-
-    _replace(sampler.EpisodeAwareSampler, "__init__", partial(_repeating, times))
+        _replaced.put(hf_modeling.MolmoAct2PreTrainedModel, "_init_weights", _no_draws)
 
 
 def uninstall() -> None:
     """Put LeRobot's own functions back; nothing happens when none were replaced."""
-    while _before:
-        owner, name, function = _before.pop()
-        setattr(owner, name, function)
-
-
-def _replace(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    _before.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, change(getattr(owner, name)))
+    _replaced.restore()
 
 
 def _redirected(size: str, function: Callable[..., str]) -> Callable[..., str]:
@@ -69,15 +51,6 @@ def _redirected(size: str, function: Callable[..., str]) -> Callable[..., str]:
         return function(location, **options)
 
     return resolve
-
-
-def _repeating(times: int, function: Callable[..., None]) -> Callable[..., None]:
-    """EpisodeAwareSampler.__init__ with all episodes `times` times; a choice by index stays once."""
-
-    def initialise(self: Any, starts: Any, ends: Any, *args: Any, **kwargs: Any) -> None:
-        function(self, [*starts] * times, [*ends] * times, *args, **kwargs)
-
-    return initialise
 
 
 def _no_draws(function: Callable[..., None]) -> Callable[..., None]:

@@ -11,8 +11,9 @@ right LeRobot's processor would mark the padding as text.
 from __future__ import annotations
 
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
+
+from somaspeed_patch.tiny import vocabulary
 
 ACTIONS = 256  # ids of the FAST tokenizer that have a token
 STATES = 256  # LeRobot's default num_state_tokens
@@ -25,7 +26,6 @@ IMAGE = (
     "<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<frame_start>", "<im_end>", "<frame_end>",
     "<im_low>",
 )  # fmt: skip
-_SPACE = "Ġ"  # how a byte-level vocabulary writes a space
 _WORDS_AFTER_A_SPACE = (
     "Given The a action and arm between black bowl box center complete control cookie current delta "
     "effector end expected franka from given in is it libero mode next of on pick place plate pose ramekin "
@@ -57,18 +57,9 @@ def write(folder: Path) -> None:
 
 def _text() -> list[str]:
     """The bytes, then what `_merges` makes of them."""
-    from tokenizers import pre_tokenizers
-
-    return [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in _merges())]
+    return vocabulary.tokens(_merges())
 
 
 @cache
-def _merges() -> tuple[tuple[str, str], ...]:
-    """The pairs that grow each word from its first character on.
-
-    Those of words after a space come first: no pair inside such a word can then be merged before it is whole.
-    """
-    words = [_SPACE + word for word in _WORDS_AFTER_A_SPACE.split()] + _WORDS.split()
-    return tuple(
-        dict.fromkeys(pair for word in words for pair in zip(accumulate(word), word[1:], strict=False))
-    )
+def _merges() -> vocabulary.Pairs:
+    return vocabulary.merges(_WORDS_AFTER_A_SPACE, _WORDS)

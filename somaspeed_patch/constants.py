@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-_MOST = 64  # a step needs 4 of them; prompts of new lengths make new ones
+_MOST = 64  # a step needs up to 8 of them; prompts of new lengths make new ones
 
 _sent: OrderedDict[tuple[bytes, torch.dtype, torch.Size, torch.device], Tensor] = OrderedDict()
 
@@ -22,8 +22,13 @@ def on(device: torch.device, values: Tensor) -> Tensor:
         return _sent[key]
     while len(_sent) >= _MOST:
         _sent.popitem(last=False)
-    _sent[key] = values.pin_memory().to(device, non_blocking=True)
+    _sent[key] = once(device, values)
     return _sent[key]
+
+
+def once(device: torch.device, values: Tensor) -> Tensor:
+    """CPU `values` on `device` for one step, kept nowhere; the copy does not wait either."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def release() -> None:

@@ -1,0 +1,1 @@
+"""What the tiny models share: files made once, redirected names, words as tokens, repeated episodes."""
