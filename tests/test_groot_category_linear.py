@@ -304,3 +304,23 @@ def test_a_second_derivative_is_refused_not_wrong():
     (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("ids", [[1] * 64, [1] * 60 + [2] * 4], ids=["one", "two"])
+def test_samples_that_agree_lose_nothing_to_one_rounding(ids):
+    """Under autocast the host rounds each sample's gradient to bf16 and adds in fp32: errors average out."""
+
+    def weight_gradient(call, module, autocast):
+        rng = torch.Generator().manual_seed(2)
+        x, upstream = numbers(rng, 1, STEPS, INPUT), numbers(rng, 1, STEPS, OUTPUT)
+        dtype, few = module.W.dtype, torch.rand(len(ids), 1, 1, generator=rng) + 0.5
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = call(module, (x * few.bfloat16()).to(dtype), torch.tensor(ids))
+        out.backward(upstream.expand_as(out).to(out.dtype))
+        return {"W": module.W.grad}
+
+    module = linear(torch.float32)
+    exact = weight_gradient(native, linear(torch.float32).double(), False)
+    theirs = weight_gradient(native, module, True)
+    assert_no_worse(exact, theirs, weight_gradient(hooked, module, True))

@@ -1,7 +1,7 @@
 """GR00T's CategorySpecificLinear: a weight a category (embodiment), without a copy of it for every sample.
 
 The host multiplies each sample with its own `W[cat_ids]`, which it keeps for the backward: over the head's
-seven layers 10.2 million elements a sample, 26 GB in bf16 at batch 640, and as much again for the gradient.
+seven layers 10.2 million elements a sample, 13 GB in bf16 at batch 640, and as much again for the gradient.
 Here samples of one category share one matmul. Which samples those are is known on the CPU, from where the
 batch came; where only the device knows, the host runs, because asking it would wait for all its work.
 """
@@ -83,8 +83,9 @@ def _linear(module: Any, x: Tensor, cat_ids: Tensor) -> Tensor:
     found = grouping(cat_ids)
     if found.groups[0][0] < 0 or found.groups[-1][0] >= weight.shape[0]:
         raise Declined(f"a category is not one of 0 to {weight.shape[0] - 1}")
-    if len(found.groups) > 1:
-        return _grouped(x.to(_dtype(x, weight)), weight, bias, found)
+    dtype = _dtype(x, weight)
+    if len(found.groups) > 1 or dtype != weight.dtype:
+        return _grouped(x.to(dtype), weight, bias, found)
     category = found.groups[0][0]
     product: Tensor = x.flatten(0, 1).mm(weight[category]) + bias[category]
     return product.view(*x.shape[:2], weight.shape[2])
@@ -146,10 +147,23 @@ class _Grouped(torch.autograd.Function):
             if dx is not None:
                 torch.mm(product, weight[category].to(x.dtype).t(), out=dx[samples].flatten(0, 1))
             if dw is not None:
-                dw[category] = rows[samples].flatten(0, 1).t() @ product
+                dw[category] = _product(rows[samples].flatten(0, 1).t(), product, dw.dtype)
             if db is not None:
                 db[category] = dy.sum(0)
         return None if dx is None else _taken(dx, ctx.found.back), dw, db, None
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix product in another dtype than its factors', not rounded to theirs before.
+
+    The host rounds every sample's gradient under autocast and adds them up in fp32. One rounding of their sum
+    to bf16 would be sqrt(B) times as far off where samples agree.
+    """
+    if left.dtype == dtype:
+        return left @ right
+    if left.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
 
 
 _grouped: Callable[[Tensor, Tensor, Tensor, Grouping], Tensor] = _Grouped.apply
