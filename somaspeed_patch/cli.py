@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -96,11 +97,12 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _arranged(args: argparse.Namespace) -> sites.Report:
-    """Patch, and import the hosts so that every site is decided."""
+    """Patch, and import the hosts that are installed, so that every site of theirs is decided."""
     _patch(args)
     for adapter in list(patching.active().values()):
         for module in adapter.modules:
-            importlib.import_module(module)
+            if importlib.util.find_spec(module.partition(".")[0]) is not None:
+                importlib.import_module(module)
     return patching.snapshot()
 
 

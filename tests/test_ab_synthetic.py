@@ -154,7 +154,7 @@ def test_the_mask_carries_what_its_values_say(recipe_file, padding):
         (
             "model: pi05",
             "model: pi06",
-            r":8: synthetic.model: expected one of pi05, molmoact2, but is 'pi06'",
+            r":8: synthetic.model: expected one of pi05, molmoact2, groot, but is 'pi06'",
         ),
         ("slots: 48", "slot: 48", r":11: synthetic.slot: unknown key; did you mean slots\?"),
         ("tokens: 20", "tokens: 64", r":12: synthetic.tokens: must be at most slots, 48, but is 64"),

@@ -233,3 +233,4 @@ def test_report_lists_the_sites():
     found = {site["site"]: site["status"] for site in json.loads(done.stdout)["sites"]}
     assert found["pi05/frozen_prefix"] == "patched"
     assert found["pi05/compile"] == "native"
+    assert found["groot/lerobot"] == "patched" and found["groot/nvidia"] == "waiting"  # not installed

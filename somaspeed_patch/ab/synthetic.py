@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +38,20 @@ SUBJECTS: Mapping[str, type[Subject]] = {  # by model and adapter
 TARGETS = ("accelerate_clip", "lerobot_optimizer")  # what else touches the step that is measured
 
 
+@contextmanager
+def _graphs_of_one_run() -> Iterator[None]:
+    """torch.compile as in a training run, which has one batch size: static graphs, and no more than fit.
+
+    Here arms and batch sizes share a process. Without this the second size that a block meets would make its
+    graph a dynamic one, slower than any run's, and after eight graphs of a block it would run eagerly.
+    """
+    from torch._dynamo import config
+
+    with config.patch(automatic_dynamic_shapes=False, recompile_limit=256):
+        yield
+
+
+@_graphs_of_one_run()
 def run(
     recipe: Synthetic,
     *,
@@ -82,7 +96,7 @@ def _gates(recipe: Synthetic, subject: Subject) -> dict[str, Any]:
     verdicts = {}
     for arm in recipe.arms:
         if arm.patched:
-            batch = subject.batch(synthetic_gate.BATCH, padding=arm.padding)
+            batch = subject.batch(subject.gate_samples, padding=arm.padding)
             options = {name: arm.policy[name] for name in sorted(subject.changes_results & arm.policy.keys())}
             key = arm.padding, *options.items()
             if key not in native:

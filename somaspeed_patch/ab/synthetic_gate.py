@@ -15,7 +15,6 @@ from torch import Tensor
 from somaspeed_patch.ab.synthetic_subject import Subject
 
 SLACK = 2.0
-BATCH = 2
 
 
 def truth(subject: Subject, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,6 +21,8 @@ class Subject(ABC):
 
     changes_results: frozenset[str] = frozenset()
     """the options that change what is computed, not how: the gate compares with a native run that has them"""
+    gate_samples = 2
+    """samples of the gate's batch"""
 
     def __init__(self, recipe: Synthetic, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
