@@ -16,6 +16,7 @@ RUNNER = """
 import json, os, sys
 import accelerate, av, datasets, draccus, gymnasium, pandas, torch, transformers
 import transformers.models.gemma.modeling_gemma, transformers.models.paligemma.modeling_paligemma
+import cv2, diffusers.models.attention, diffusers.models.modeling_utils, einops, peft, scipy.stats, tree
 
 HOST = "lerobot.policies.pi05.modeling_pi05"
 
