@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from somaspeed_patch import features, sites
 from somaspeed_patch.sites import Site
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,27 @@ class CompiledLayer:
         shapes = tuple(x.shape if isinstance(x, Tensor) else x for x in (hidden, *rest))
         autocast = torch.is_autocast_enabled(hidden.device.type)
         return (shapes, hidden.dtype, hidden.requires_grad, torch.is_grad_enabled(), autocast)
+
+
+class Layers:
+    """The compiled layers of one place of a model, each made when it is first asked for."""
+
+    def __init__(self, site: str, make: Callable[..., CompiledLayer] = CompiledLayer, **options: Any) -> None:
+        """Take the report's name of the place, and what `make` takes beside the eager layer and the site."""
+        self._site, self._make, self._options = site, make, options
+        self._made: dict[Callable[..., Any], CompiledLayer] = {}
+
+    def of(self, eager: Callable[..., Any]) -> Any:
+        """The layer compiled, or as it is where the feature `compile` is off."""
+        if not features.value("compile"):
+            return eager
+        if eager not in self._made:
+            self._made[eager] = self._make(eager, sites.site(self._site), **self._options)
+        return self._made[eager]
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        self._made.clear()
 
 
 def _backward_too() -> contextlib.AbstractContextManager[Any]:

@@ -79,6 +79,13 @@ def moved(before: Any, after: Any) -> None:
         attach(after, TWIN, before)
 
 
+def to(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, with its facts, and with its twin if it is a small one of integers."""
+    after = tensor.to(device)
+    moved(tensor, after)
+    return after
+
+
 def pack(batch: MutableMapping[str, Any]) -> None:
     """Put what the batch's CPU tensors know, and the twins of the small ones, under BATCH_KEY."""
     found: dict[str, Mapping[str, Any]] = {}

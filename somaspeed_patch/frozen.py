@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from somaspeed_patch import features, sites
+
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d)
 
 
@@ -43,6 +45,19 @@ def working_copy(module: nn.Module, dtype: torch.dtype | None) -> Any:
     if found.module.training != module.training:
         found.module.train(module.training)
     return found.module
+
+
+def under_autocast(module: Any, device: torch.device, site: str) -> Any:
+    """A frozen module as it is, or where autocast is on its working copy; `cast_once` off: as it is.
+
+    Args:
+        site: the report's name for the place, where the copy counts as a call.
+    """
+    dtype = autocast_dtype(device) if features.value("cast_once") else None
+    if dtype is None or module is None:
+        return module
+    sites.site(site).ran()
+    return working_copy(module, dtype)
 
 
 def release() -> None:

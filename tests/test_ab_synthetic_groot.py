@@ -198,7 +198,7 @@ def test_a_batch_that_the_model_cannot_take_is_refused(subject, changed, text):
 
 def test_small_integer_tensors_keep_their_twin_on_another_device(subject):
     for value in subject.batch(2).values():
-        moved = synthetic_groot_batch._moved(value, torch.device("meta"))
+        moved = facts.to(value, torch.device("meta"))
         assert facts.has_twin(moved) is not value.is_floating_point()
         assert value.is_floating_point() or facts.on_cpu(moved) is value
         assert not hasattr(value, "somaspeed_facts")

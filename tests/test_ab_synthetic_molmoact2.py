@@ -161,7 +161,7 @@ def test_a_prompt_too_short_for_its_images_is_refused(recipe, subject):
 def test_small_integer_tensors_keep_their_twin_on_another_device(subject):
     config, lengths = subject.policy.model.config, torch.tensor([20, 20])
     meta = torch.device("meta")
-    moved = synthetic_molmoact2_batch._moved(lengths, meta)
+    moved = facts.to(lengths, meta)
     assert moved.device == meta and facts.on_cpu(moved) is lengths
     batch = synthetic_molmoact2_batch.make(
         config, lengths, cameras=2, chunk=4, padding=None, device=CPU, seed=1

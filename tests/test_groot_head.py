@@ -116,7 +116,7 @@ def transformer():
 def test_what_self_attention_returns(everything, feature, monkeypatch):
     """Both of the host's forms; the blocks themselves are the whole head's test."""
     feature["compile"] = True
-    monkeypatch.setattr(dit, "_layer_fn", lambda eager: eager)
+    monkeypatch.setattr(dit._layers, "of", lambda eager: eager)
     made, hidden = transformer().eval(), torch.randn(2, 7, CONTEXT)
     theirs = made(hidden, everything)
     ours = dit.self_attention(None, made, (hidden,), dict(return_all_hidden_states=everything))

@@ -54,7 +54,7 @@ def make(
         % model.config.max_num_embodiments,
         **_numbers(model.config, samples, chunk, rng),
     }
-    batch = {key: _moved(value, device) for key, value in made.items()}
+    batch = {key: facts.to(value, device) for key, value in made.items()}
     batch["pixel_values"] = _pixels(samples * cameras * patches**2, model, device, seed)
     return batch
 
@@ -120,10 +120,3 @@ def _pixels(patches: int, model: Any, device: torch.device, seed: int) -> Tensor
     drawn = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=rng)
     frames = drawn.expand(-1, -1, vision.temporal_patch_size, -1).reshape(patches, -1)
     return frames.float().div_(127.5).sub_(1.0)
-
-
-def _moved(value: Tensor, device: torch.device) -> Tensor:
-    """As the patched DeviceProcessorStep does it: small integer tensors keep their CPU twin, see `facts`."""
-    after = value.to(device)
-    facts.moved(value, after)
-    return after

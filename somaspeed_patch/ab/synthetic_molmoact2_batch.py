@@ -54,7 +54,7 @@ def make(
         "image_num_crops": torch.ones(samples * cameras, dtype=torch.int64),
         **_actions(samples, chunk, rng),
     }
-    batch = {key: _moved(value, device) for key, value in made.items()}
+    batch = {key: facts.to(value, device) for key, value in made.items()}
     batch["pixel_values"] = _pixels(samples * cameras, (side // model.PATCH) ** 2, device, seed)
     return batch
 
@@ -120,10 +120,3 @@ def _pixels(images: int, patches: int, device: torch.device, seed: int) -> Tenso
     shape, rng = (images, patches, model.PATCH**2 * 3), torch.Generator(device).manual_seed(seed)
     drawn = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=rng)
     return drawn.float().div_(127.5).sub_(1.0)
-
-
-def _moved(value: Tensor, device: torch.device) -> Tensor:
-    """As the patched DeviceProcessorStep does it: small integer tensors keep their CPU twin, see `facts`."""
-    after = value.to(device)
-    facts.moved(value, after)
-    return after

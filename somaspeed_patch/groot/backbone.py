@@ -23,7 +23,7 @@ from somaspeed_patch.groot.tokens import Tokens
 _KEYS = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
 _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 _inside: ContextVar[bool] = ContextVar("somaspeed_groot_backbone", default=False)
-_layers: dict[str, compiled.CompiledLayer] = {}
+_layers = compiled.Layers("groot/compile", dynamic=None)
 
 
 def forward(wrapped: Any, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,16 +138,18 @@ def _run(qwen: Any, inputs: Mapping[str, Tensor], known: Tokens) -> Tensor:
     why = frozen.why_not_frozen(qwen.language_model)
     sites.site(_site("frozen_prefix")).reason = "" if why is None else f"the vision tower alone: {why}"
     with torch.no_grad():
-        visual = _working(qwen.visual, device)
+        visual = frozen.under_autocast(qwen.visual, device, _site("cast_once"))
         found, deepstack = vision.features(
-            visual, inputs["pixel_values"], known.grid, known.images, _layer_fn(vision.layer)
+            visual, inputs["pixel_values"], known.grid, known.images, _layers.of(vision.layer)
         )
     with torch.no_grad() if why is None else nullcontext():
-        text = _working(qwen.language_model, device) if why is None else qwen.language_model
+        text = qwen.language_model
+        if why is None:
+            text = frozen.under_autocast(text, device, _site("cast_once"))
         embeddings = language.with_features(text.embed_tokens(inputs["input_ids"]), positions, found)
         return language.features(
             text, embeddings, _places(qwen, inputs, known), _mask(qwen, inputs, known), positions, deepstack,
-            _layer_fn(language.layer),
+            _layers.of(language.layer),
         )  # fmt: skip
 
 
@@ -167,24 +169,6 @@ def _mask(qwen: Any, inputs: Mapping[str, Tensor], known: Tokens) -> Tensor | No
     if qwen.config.text_config._attn_implementation == "sdpa":
         return tokens.text_mask(known, inputs["input_ids"].device)
     return None if known.all_valid else inputs["attention_mask"]
-
-
-def _working(module: Any, device: torch.device) -> Any:
-    """A frozen module, or under autocast a copy whose fp32 weights were cast once."""
-    dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None
-    if dtype is None:
-        return module
-    sites.site(_site("cast_once")).ran()
-    return frozen.working_copy(module, dtype)
-
-
-def _layer_fn(eager: Any) -> Any:
-    if not features.value("compile"):
-        return eager
-    name = f"{eager.__module__}.{eager.__name__}"
-    if name not in _layers:
-        _layers[name] = compiled.CompiledLayer(eager, sites.site(_site("compile")), dynamic=None)
-    return _layers[name]
 
 
 def _batch_feature(data: dict[str, Any]) -> Any:

@@ -24,7 +24,6 @@ from somaspeed_patch import compiled, constants, facts, features, frozen, guarde
 from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
 
-_layers: dict[str, compiled.CompiledLayer] = {}
 _processors: dict[type, Any] = {}
 
 _PLAIN = "AttnProcessor2_0"  # diffusers' attention by torch's own function
@@ -129,10 +128,10 @@ def _forward(
     passed = [hidden]
     for index, block in enumerate(dit.transformer_blocks):
         if index % 2:
-            hidden = _layer_fn(self_block)(block, hidden, temb)
+            hidden = _layers.of(self_block)(block, hidden, temb)
         else:
             tokens = text if index % (2 * dit.attend_text_every_n_blocks) == 0 else images
-            hidden = _layer_fn(cross_block)(block, hidden, _projected(tokens, block), tokens.mask, temb)
+            hidden = _layers.of(cross_block)(block, hidden, _projected(tokens, block), tokens.mask, temb)
         passed.append(hidden)
     shift, scale = dit.proj_out_1(F.silu(temb)).chunk(2, dim=1)
     result = dit.proj_out_2(dit.norm_out(hidden) * (1 + scale[:, None]) + shift[:, None])
@@ -143,7 +142,7 @@ def _self_attention(transformer: Any, hidden_states: Tensor, return_all_hidden_s
     hidden = hidden_states.contiguous()
     passed = [hidden]
     for block in transformer.transformer_blocks:
-        hidden = _layer_fn(backbone_block)(block, hidden)
+        hidden = _layers.of(backbone_block)(block, hidden)
         passed.append(hidden)
     return (hidden, passed) if return_all_hidden_states else hidden
 
@@ -270,10 +269,4 @@ def _shared_processor(attention: Any) -> Iterator[None]:
         attention.processor = own
 
 
-def _layer_fn(eager: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    if not features.value("compile"):
-        return eager
-    name = eager.__name__
-    if name not in _layers:
-        _layers[name] = _CompiledBlock(eager, sites.site("groot/compile"))
-    return _layers[name]
+_layers = compiled.Layers("groot/compile", make=_CompiledBlock)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from somaspeed_patch import constants, features, frozen, guarded, sites
-from somaspeed_patch.compiled import CompiledLayer
+from somaspeed_patch import constants, frozen, guarded, sites
+from somaspeed_patch.compiled import Layers
 from somaspeed_patch.molmoact2 import context, expert, flow, inputs, refusals
 from somaspeed_patch.molmoact2.expert import Rows
 
 Stack = Callable[[Rows, Tensor], tuple[Tensor, Tensor | None]]
 """Runs all layers on the action rows' hidden states; also returns the language model's, if they exist."""
 
-_layers: dict[str, CompiledLayer] = {}
+_layers = Layers("molmoact2/compile", dynamic=None)
 
 
 def release() -> None:
@@ -88,8 +88,9 @@ def _split(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
 
 def _context(policy: Any, model_inputs: Mapping[str, Tensor]) -> context.Context:
     backbone = policy._backbone()
-    transformer = _working(backbone.transformer, model_inputs["input_ids"].device)
-    tower = _working(backbone.vision_backbone, model_inputs["input_ids"].device)
+    device = model_inputs["input_ids"].device
+    transformer = frozen.under_autocast(backbone.transformer, device, "molmoact2/cast_once")
+    tower = frozen.under_autocast(backbone.vision_backbone, device, "molmoact2/cast_once")
     prepared = inputs.prepare(backbone, transformer, tower, model_inputs)
     return context.run(
         transformer,
@@ -97,22 +98,13 @@ def _context(policy: Any, model_inputs: Mapping[str, Tensor]) -> context.Context
         prepared.position_ids,
         prepared.bias,
         need_hidden=policy.config.action_mode != "continuous",
-        layer_fn=_layer_fn(context.language_layer),
+        layer_fn=_layers.of(context.language_layer),
     )
-
-
-def _working(module: Any, device: torch.device) -> Any:
-    """A frozen module, or under autocast a copy whose fp32 weights were cast once."""
-    dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None
-    if dtype is None or module is None:
-        return module
-    sites.site("molmoact2/cast_once").ran()
-    return frozen.working_copy(module, dtype)
 
 
 def _expert_step(policy: Any, block: Any, hidden: Tensor, *rest: Any) -> Tensor:
     """One layer of the expert, kept or recomputed in the backward as the host's configuration says."""
-    step = _layer_fn(expert.expert_layer)
+    step = _layers.of(expert.expert_layer)
     if policy.config.gradient_checkpointing and policy.training and torch.is_grad_enabled():
         return checkpoint(step, block, hidden, *rest, use_reentrant=False)
     return step(block, hidden, *rest)
@@ -138,7 +130,7 @@ def _joint(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
         if policy.config.enable_knowledge_insulation:
             key, value = key.detach(), value.detach()
         rest = expert.arguments(action_expert, key, value, rows)
-        return language, _layer_fn(expert.expert_layer)(action_expert.blocks[index], actions, *rest)
+        return language, _layers.of(expert.expert_layer)(action_expert.blocks[index], actions, *rest)
 
     def run(rows: Rows, actions: Tensor) -> tuple[Tensor, Tensor | None]:
         language = embeddings
@@ -150,12 +142,3 @@ def _joint(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
         return actions, transformer.ln_f(language)
 
     return run
-
-
-def _layer_fn(eager: Any) -> Any:
-    if not features.value("compile"):
-        return eager
-    if eager.__name__ not in _layers:
-        site = sites.site("molmoact2/compile")
-        _layers[eager.__name__] = CompiledLayer(eager, site, dynamic=None)
-    return _layers[eager.__name__]
