@@ -42,6 +42,18 @@ FEATURES = [
         exact=True,
         default=True,
     ),
+    Feature(
+        name="async_times",
+        changes="GR00T: flow times go from the CPU to the GPU without a wait for all that was launched",
+        exact=True,
+        default=True,
+    ),
+    Feature(
+        name="recompute",
+        changes="GR00T with compile: the backward computes norms, GELU and masks again, to save memory",
+        exact=True,
+        default=False,
+    ),
 ]
 
 
@@ -56,6 +68,8 @@ class _Host:
     """module of AlternateVLDiT and SelfAttentionTransformer"""
     linear: str
     """module of CategorySpecificLinear"""
+    head: str
+    """module of the action head, and its class"""
 
 
 HOSTS = (
@@ -64,12 +78,14 @@ HOSTS = (
         backbone="lerobot.policies.groot.groot_n1_7",
         dit="lerobot.policies.groot.action_head.cross_attention_dit",
         linear="lerobot.policies.groot.groot_n1_7",
+        head="lerobot.policies.groot.groot_n1_7:GR00TN17ActionHead",
     ),
     _Host(
         name="nvidia",
         backbone="gr00t.model.modules.qwen3_backbone",
         dit="gr00t.model.modules.dit",
         linear="gr00t.model.modules.embodiment_conditioned_mlp",
+        head="gr00t.model.gr00t_n1d7.gr00t_n1d7:Gr00tN1d7ActionHead",
     ),
 )
 
@@ -122,7 +138,14 @@ def _of(host: _Host) -> list[Patch]:
         "hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask",
         "return_all_hidden_states", "image_mask", "backbone_attention_mask",
     )  # fmt: skip
+    module, head = host.head.split(":")
     return [
+        Patch(
+            module=module,
+            name=f"{head}.sample_time",
+            make=_hooked("times", "sample_time", "batch_size", "device", "dtype"),
+            site=host.name,
+        ),
         Patch(
             module=host.backbone,
             name="Qwen3Backbone.forward",

@@ -64,7 +64,11 @@ _DIT = {
     "TimestepEncoder.forward": ("timesteps",),
 }  # fmt: skip
 _BACKBONE = {"Qwen3Backbone.forward": ("vl_input",), "Qwen3Backbone.set_frozen_modules_to_eval_mode": ()}
-_HEAD = {"forward": ("backbone_output", "action_input"), "process_backbone_output": ("backbone_output",)}
+_HEAD = {
+    "forward": ("backbone_output", "action_input"),
+    "process_backbone_output": ("backbone_output",),
+    "sample_time": ("batch_size", "device", "dtype"),
+}
 _LINEAR = {"CategorySpecificLinear.forward": ("x", "cat_ids")}
 
 _PORT = "lerobot.policies.groot.groot_n1_7"

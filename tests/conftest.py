@@ -1,6 +1,7 @@
 """Process-wide settings that must be in place before torch and triton are imported."""
 
 import os
+from functools import partial
 
 import pytest
 
@@ -21,3 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of Inductor but its last step: graphs are interpreted, which takes a tenth of the C++ compiler."""
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx
+
+    whole = compile_fx.compile_fx
+    interpreted = partial(whole, inner_compile=lambda graph, inputs, **_: make_boxed_func(graph))
+    monkeypatch.setattr(compile_fx, "compile_fx", interpreted)

@@ -7,8 +7,6 @@ import torch
 from lerobot.policies.groot import groot_n1_7
 from lerobot.policies.groot.action_head import cross_attention_dit as host
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import compile_fx
 
 from somaspeed_patch import features, sites
 from somaspeed_patch.groot import category_linear, dit
@@ -53,14 +51,6 @@ def _method(original, hook):
     return lambda self, *args, **kwargs: hook(partial(original, self), self, args, kwargs)
 
 
-@pytest.fixture
-def without_codegen(monkeypatch):
-    """All of Inductor but its last step: graphs are interpreted, which takes a tenth of the C++ compiler."""
-    whole = compile_fx.compile_fx
-    interpreted = partial(whole, inner_compile=lambda graph, inputs, **_: make_boxed_func(graph))
-    monkeypatch.setattr(compile_fx, "compile_fx", interpreted)
-
-
 def counts(name):
     found = sites.site(f"groot/{name}")
     return found.calls, found.native_calls, found.fallbacks
@@ -75,9 +65,10 @@ def test_loss_and_gradients_are_the_hosts(ids, dropout, hooked):
     assert counts("compile") == (0, 0, 0)
 
 
-def test_compiled_blocks(feature, hooked, without_codegen):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks(recompute, feature, hooked, without_codegen):
     """Dropout draws eager's masks and leaves the generator as eager does; Inductor's own would not."""
-    feature["compile"] = True
+    feature.update(compile=True, recompute=recompute)
     head, text = make_head(0.2), [4, 6, 1]  # as many as of images, so one graph serves both
     blocks = [*head.model.transformer_blocks, *head.vl_self_attention.transformer_blocks]
     before = [vars(block.attn1).copy() for block in blocks]
@@ -89,11 +80,11 @@ def test_compiled_blocks(feature, hooked, without_codegen):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("on", [{}, {"compile": True}, {"compile": True, "recompute": True}], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_on_a_gpu(compiled, autocast, feature, hooked):
+def test_on_a_gpu(on, autocast, feature, hooked):
     """With another dropout mask the loss would be off by a tenth."""
-    feature["compile"] = compiled
+    feature.update(on)
     head = make_head(0.2).float().cuda()
     theirs, ours = head_step(head, THREE, autocast=autocast), hooked(head, THREE, autocast=autocast)
     assert torch.equal(ours.random_state, theirs.random_state)

@@ -150,7 +150,8 @@ def _measure(
             updates = [subject.update(data) for _ in range(recipe.steps)]
             found = {"sites": _ran_since(before), "peak_gib": _peak(subject.device)}
             if first and profiled:
-                found["profile"] = synthetic_profile.largest(subject, data)
+                step = statistics.median(update["total"] for update in updates)
+                found["profile"] = synthetic_profile.largest(subject, data, step)
     except Exception as error:  # an arm that fails is a result; the others still run
         return {"failure": _failure(error)}
     return {"updates": updates, "warmup_seconds": warm, **found}

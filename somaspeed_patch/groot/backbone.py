@@ -95,9 +95,9 @@ def _refusal(backbone: Any, inputs: Mapping[str, Any], site: sites.Site) -> str 
 def _unlike_the_host(qwen: Any) -> str | None:
     """What our way through the modules would not do as the host does."""
     for part in frozen.walk(qwen):
-        several = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
-        if not all(_transformers_own(hook) for hooks in several for hook in hooks.values()):
-            return f"somebody has hooks on a {type(part).__name__}"
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+            if hooks and not all(map(_transformers_own, hooks.values())):
+                return f"somebody has hooks on a {type(part).__name__}"
     implementation = qwen.config.text_config._attn_implementation
     if implementation not in ("sdpa", "flash_attention_2"):
         return f"the language model's attention is {implementation}"

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from somaspeed_patch import compiled, constants, facts, features, frozen, guarded, sites
+from somaspeed_patch import compiled, constants, facts, features, frozen, guarded, recompute, sites
 from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
 
@@ -64,6 +64,7 @@ def self_attention(wrapped: Any, transformer: Any, args: tuple[Any, ...], kwargs
 def release() -> None:
     """Drop compiled blocks."""
     _layers.clear()
+    _lean.clear()
     _processors.clear()
 
 
@@ -128,10 +129,10 @@ def _forward(
     passed = [hidden]
     for index, block in enumerate(dit.transformer_blocks):
         if index % 2:
-            hidden = _layers.of(self_block)(block, hidden, temb)
+            hidden = _layer_of(self_block)(block, hidden, temb)
         else:
             tokens = text if index % (2 * dit.attend_text_every_n_blocks) == 0 else images
-            hidden = _layers.of(cross_block)(block, hidden, _projected(tokens, block), tokens.mask, temb)
+            hidden = _layer_of(cross_block)(block, hidden, _projected(tokens, block), tokens.mask, temb)
         passed.append(hidden)
     shift, scale = dit.proj_out_1(F.silu(temb)).chunk(2, dim=1)
     result = dit.proj_out_2(dit.norm_out(hidden) * (1 + scale[:, None]) + shift[:, None])
@@ -142,7 +143,7 @@ def _self_attention(transformer: Any, hidden_states: Tensor, return_all_hidden_s
     hidden = hidden_states.contiguous()
     passed = [hidden]
     for block in transformer.transformer_blocks:
-        hidden = _layers.of(backbone_block)(block, hidden)
+        hidden = _layer_of(backbone_block)(block, hidden)
         passed.append(hidden)
     return (hidden, passed) if return_all_hidden_states else hidden
 
@@ -242,13 +243,22 @@ class _CompiledBlock(compiled.CompiledLayer):
     def __init__(self, eager: Callable[..., Any], site: sites.Site) -> None:
         super().__init__(eager, site, dynamic=None)
         if compiled.BACKEND == "inductor":
-            self.compiled = torch.compile(
-                eager, dynamic=None, backend=compiled.BACKEND, options={"fallback_random": True}
-            )
+            self.compiled = self._inductor(eager)
+
+    def _inductor(self, eager: Callable[..., Any]) -> Any:
+        return torch.compile(eager, dynamic=None, backend="inductor", options={"fallback_random": True})
 
     def __call__(self, layer: Any, hidden: Tensor, *rest: Any) -> Any:
         with _shared_processor(getattr(layer, "attn1", None)):
             return super().__call__(layer, hidden, *rest)
+
+
+class _LeanBlock(_CompiledBlock):
+    """One that keeps less for its backward; the products of the backbone's tokens are the largest."""
+
+    def _inductor(self, eager: Callable[..., Any]) -> Any:
+        backend = recompute.inductor(products=eager is backbone_block)
+        return torch.compile(eager, dynamic=None, backend=backend)
 
 
 @contextmanager
@@ -269,4 +279,17 @@ def _shared_processor(attention: Any) -> Iterator[None]:
         attention.processor = own
 
 
+def _layer_of(eager: Callable[..., Any]) -> Any:
+    """The block's function, compiled as the features say."""
+    if not features.value("recompute"):
+        return _layers.of(eager)
+    site = sites.site("groot/recompute")
+    if features.value("compile"):
+        site.ran()
+    else:
+        site.declined("compile is off, and only compiled blocks choose what they keep")
+    return _lean.of(eager)
+
+
 _layers = compiled.Layers("groot/compile", make=_CompiledBlock)
+_lean = compiled.Layers("groot/compile", make=_LeanBlock)

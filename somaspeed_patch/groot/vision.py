@@ -6,6 +6,7 @@ layers of tiny calls at batch 320, which bound the step to the CPU.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,8 @@ def features(
     Returns: the merged tokens [N * L / merge^2, W], and those of each deepstack layer.
     """
     places, cos, sin = _places(visual, grid)
-    hidden = visual.patch_embed(pixels.type(visual.dtype)).view(images, -1, places.shape[-1]) + places
+    hidden = _embedded(visual.patch_embed, pixels.type(visual.dtype)).view(images, -1, places.shape[-1])
+    hidden = hidden + places
     deepstack, wanted = [], list(visual.deepstack_visual_indexes)
     for index, block in enumerate(visual.blocks):
         hidden = layer_fn(block, hidden, cos, sin)
@@ -56,6 +58,27 @@ def layer(block: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     hidden = hidden + _attend(block.attn, block.norm1(hidden), cos, sin)
     updated: Tensor = hidden + block.mlp(block.norm2(hidden))
     return updated
+
+
+def _embedded(embed: Any, pixels: Tensor) -> Tensor:
+    """Patches [P, pixels of a patch] as tokens [P, W].
+
+    The host's convolution takes one step a patch, so it is a linear layer. As a convolution in bf16 it ran
+    without matrix units on an H200: 28.7 ms of 743 at batch 320, against 0.8 ms.
+    """
+    conv = embed.proj
+    if not _is_linear(conv, pixels.shape[-1]):
+        tokens: Tensor = embed(pixels)
+        return tokens
+    return F.linear(pixels, conv.weight.flatten(1), conv.bias)
+
+
+def _is_linear(conv: nn.Module, pixels: int) -> bool:
+    """Whether a patch of so many pixels is one product with the whole weight, and nobody listens."""
+    if type(conv) is not nn.Conv3d or conv._forward_hooks or conv._forward_pre_hooks:
+        return False
+    whole = conv.in_channels * math.prod(conv.kernel_size) == pixels
+    return whole and conv.padding == (0, 0, 0) and conv.dilation == (1, 1, 1) and conv.groups == 1
 
 
 def _attend(attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
