@@ -1,6 +1,7 @@
 """transformers.Trainer, and so Isaac-GR00T's: FusedAdamW for optim=adamw_torch and adamw_torch_fused.
 
-An optimizer that DeepSpeed owns, or another class, is left as it is.
+An optimizer that DeepSpeed owns, or another class, is left as it is, and reported: also one of DeepSpeed's own
+config, for which the Trainer asks for no class.
 """
 
 from __future__ import annotations
@@ -21,11 +22,23 @@ def _optimizer_class(original: Any) -> Any:
     return wrapt.FunctionWrapper(original, hooks.optimizer_class)
 
 
+def _deepspeed_optimizer(original: Any) -> Any:
+    from somaspeed_patch.optim import hooks
+
+    return wrapt.FunctionWrapper(original, hooks.deepspeed_optimizer)
+
+
 PATCHES = [
     Patch(
         module="transformers.trainer",
         name="Trainer.get_optimizer_cls_and_kwargs",
         make=_optimizer_class,
+        site="optimizer_class",
+    ),
+    Patch(
+        module="transformers.integrations.deepspeed",
+        name="deepspeed_optim_sched",
+        make=_deepspeed_optimizer,
         site="optimizer_class",
     ),
 ]

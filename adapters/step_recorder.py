@@ -1,4 +1,4 @@
-"""Records every update of a LeRobot training run, native or patched: loss, norm, seconds, one JSON line each.
+"""Records every update of a LeRobot or transformers.Trainer run: loss, norm, seconds, one JSON line each.
 
 The seams are class attributes, so they hold for the console script, `-m` and torchrun alike:
 
@@ -8,6 +8,12 @@ The seams are class attributes, so they hold for the console script, `-m` and to
     Accelerator.clip_grad_norm_   its return value is the gradient norm
     AcceleratedOptimizer.step     the learning rate used
     MetricsTracker.step           the update ends
+
+of transformers.Trainer, whose loader need not be accelerate's:
+
+    Trainer.get_batch_samples               asks for the micro-batches of an update
+    Trainer.compute_loss_context_manager    they are ready, a forward begins
+    CallbackHandler.on_step_end             the update ends
 
 Numerics and RNG are untouched. On CUDA an update ends with one synchronize, in every arm alike. The report of
 patched sites is saved beside the file at exit.
@@ -19,13 +25,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import wrapt
-
 from somaspeed_patch import features
 from somaspeed_patch.features import Feature
-from somaspeed_patch.registry import Patch
+from somaspeed_patch.registry import Patch, function
 
-REQUIRES = ["lerobot>=0.6.1,<0.7", "accelerate>=1.10,<2"]
+REQUIRES = ["accelerate>=1.0,<2"]
 DEFAULT = False
 
 FEATURES = [
@@ -38,10 +42,14 @@ FEATURES = [
 ]
 
 _RECORDER = "somaspeed_patch.ab.recorder"
+_TRAINER, _SITE = "transformers.trainer", "trainer"
 
 
 def _hook(name: str) -> Callable[[Any], Any]:
-    """A patch that hands the call to `recorder.<name>` while a file is named."""
+    """A patch that hands the call to `recorder.<name>` while a file is named.
+
+    A plain function: torch's schedulers put `optimizer.step.__func__` in the step's place.
+    """
 
     def hook(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if features.value("record_steps") is None:
@@ -50,7 +58,7 @@ def _hook(name: str) -> Callable[[Any], Any]:
 
         return recorder.HOOKS[name](wrapped, instance, args, kwargs)
 
-    return lambda original: wrapt.FunctionWrapper(original, hook)
+    return lambda original: function(original, hook)
 
 
 PATCHES = [
@@ -61,6 +69,14 @@ PATCHES = [
     Patch(module="accelerate.accelerator", name="Accelerator.clip_grad_norm_", make=_hook("clip")),
     Patch(module="accelerate.optimizer", name="AcceleratedOptimizer.step", make=_hook("optimizer_step")),
     Patch(module="lerobot.utils.logging_utils", name="MetricsTracker.step", make=_hook("update_done")),
+    Patch(module=_TRAINER, name="Trainer.get_batch_samples", make=_hook("micro_batches"), site=_SITE),
+    Patch(module=_TRAINER, name="Trainer.compute_loss_context_manager", make=_hook("forward"), site=_SITE),
+    Patch(
+        module="transformers.trainer_callback",
+        name="CallbackHandler.on_step_end",
+        make=_hook("trainers_update_done"),
+        site=_SITE,
+    ),
 ]
 
 

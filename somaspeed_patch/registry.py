@@ -73,7 +73,8 @@ def function(original: Any, hook: Callable[..., Any]) -> Any:
 
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(functools.partial(original, self), self, args, kwargs)
+        # Bound as Python would bind it: `original` may be the wrapt proxy of another adapter.
+        return hook(original.__get__(self, type(self)), self, args, kwargs)
 
     return replacement
 

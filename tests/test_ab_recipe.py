@@ -1,11 +1,14 @@
 """Recipes: the shipped ones load; a bad one is refused with file, line, key and the nearest valid key."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from somaspeed_patch.ab.recipe import fill, load
 from somaspeed_patch.ab.yaml_reader import RecipeError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 GOOD = """\
 host: lerobot-train
@@ -86,9 +89,7 @@ def test_an_arm_is_compared_with_the_one_it_names(write):
     assert [without.reference(arm) for arm in without.arms] == [None, None]
 
 
-@pytest.mark.parametrize(
-    "name", ["pi05_libero", "pi05_libero_tiny", "molmoact2_libero", "molmoact2_libero_tiny"]
-)
+@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
 def test_the_shipped_recipes_are_found_by_name(name):
     recipe = load(name)
     assert recipe.baseline.name == "native" and recipe.baseline.targets == ()

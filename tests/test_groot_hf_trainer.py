@@ -1,72 +1,25 @@
 """GR00T under transformers.Trainer with the interface of NVIDIA's Gr00tTrainer, native against patched.
 
-The model answers `model(inputs=batch)` with a plain dict, as Gr00tN1d7 does; the loader is a raw one over an
-endless data set, whose collator gives {"inputs": batch}. What NVIDIA's own classes do is in tests/real_gr00t.
+The model is LeRobot's port, see testing_groot_trainer. What NVIDIA's own classes do is in tests/real_gr00t.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 import somaspeed_patch
 from somaspeed_patch.sites import site
-from somaspeed_patch.testing_groot import make_config, make_policy, make_raw_batch
+from somaspeed_patch.testing_groot_trainer import Batches, Gr00tLikeTrainer, make_model
 
-STEPS, ROWS = 20, 2
+STEPS = 20
 TARGETS = ("groot", "hf_trainer", "accelerate_clip")
 SETTINGS = {"optimizer": False}  # Triton's interpreter takes a minute an update; test_optim_trainer has it
-
-
-def make_model(dropout):
-    """LeRobot's port with NVIDIA's interface."""
-    model = make_policy()._groot_model
-    port = type(model)
-
-    class Gr00tN1d7(port):
-        def forward(self, inputs):
-            return dict(port.forward(self, inputs))
-
-    model.__class__ = Gr00tN1d7
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = dropout
-    model.action_head.state_dropout_prob = dropout
-    return model
-
-
-class Batches(IterableDataset):
-    """Batches as NVIDIA's loader gives them: ragged text, one to three images, several robots."""
-
-    def __init__(self, embodiments):
-        self.embodiments = embodiments
-
-    def __iter__(self):
-        policy = SimpleNamespace(config=make_config())
-        for seed in range(10**6):
-            grids = [[(2, 2)] * (1 + (seed + row) % 3) for row in range(ROWS)]
-            words = [3 + (seed * (row + 2)) % 7 for row in range(ROWS)]
-            robots = [self.embodiments[(seed + row) % len(self.embodiments)] for row in range(ROWS)]
-            yield {"inputs": make_raw_batch(policy, grids, words=words, embodiments=robots, seed=seed)}
-
-
-class Gr00tLikeTrainer(Trainer):
-    """What NVIDIA's overrides, as far as it bears on a step."""
-
-    def get_train_dataloader(self):
-        return DataLoader(self.train_dataset, batch_size=None)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.losses = [*getattr(self, "losses", []), loss.detach()]
-        return (loss, outputs) if return_outputs else loss
 
 
 class Gradients(TrainerCallback):

@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+import wrapt
 
 from somaspeed_patch import registry
 from somaspeed_patch.registry import Patch
@@ -139,3 +140,23 @@ def test_an_owner_below_others_is_not_taken_out_from_under_somebody_else(host):
     with pytest.raises(RuntimeError, match="was patched again by someone else"):
         registry.revert("a")
     assert host.fn() == "foreign" and len(registry._ledger) == 2
+
+
+def test_a_plain_function_over_a_wrapt_proxy_hands_on_the_instance(host):
+    """What a scheduler or accelerate does: take `__func__`, and call it with the instance."""
+    seen = []
+
+    def proxied(wrapped, instance, args, kwargs):
+        seen.append(instance)
+        return wrapped(*args, **kwargs)
+
+    def plain(wrapped, instance, args, kwargs):
+        return (instance, wrapped(*args, **kwargs))
+
+    with_proxy = patch_of("Sub.Inner.f", lambda original: wrapt.FunctionWrapper(original, proxied))
+    on_top = patch_of("Sub.Inner.f", lambda original: registry.function(original, plain))
+    registry.apply("one", [with_proxy])
+    registry.apply("two", [on_top])
+    inner = host.Sub.Inner()
+    assert inner.f() == (inner, 1) == inner.f.__func__(inner)
+    assert seen == [inner, inner]

@@ -162,3 +162,75 @@ def test_lines_are_on_disk_as_soon_as_an_update_ends(tmp_path):
         assert len(file.read_text().splitlines()) == 2
         trainer.train(1)
         assert len(file.read_text().splitlines()) == 3
+
+
+class Model(torch.nn.Module):
+    """Answers a Trainer with its loss; draws, as a policy does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, batch):
+        return {"loss": (self.linear(batch["x"]) + 0.1 * torch.randn(1)).square().mean()}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Train with transformers.Trainer; its log, and the recorded lines."""
+    transformers = pytest.importorskip("transformers")
+
+    class RawLoader(transformers.Trainer):
+        def get_train_dataloader(self):
+            options = {"batch_size": self.args.per_device_train_batch_size, "collate_fn": self.data_collator}
+            return torch.utils.data.DataLoader(self.train_dataset, **options)
+
+    def collate(rows):
+        x = torch.stack(rows)
+        patches = torch.zeros(6 * len(rows), 2)  # a batch has more of them than samples
+        return {"batch": {"patches": patches, "x": x, "y": x[:, 0], "task": ["x"] * len(rows)}}
+
+    def train(steps, *, raw=False, accumulation=1, record=True):
+        file = tmp_path / f"{raw}-{accumulation}.jsonl"
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        torch.manual_seed(0)
+        rows = list(torch.randn(10 * accumulation, 3))
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=4, use_cpu=True, seed=1,
+            gradient_accumulation_steps=accumulation, logging_steps=1, report_to="none", disable_tqdm=True,
+            save_strategy="no", remove_unused_columns=False, learning_rate=1e-2, max_grad_norm=0.5,
+        )  # fmt: skip
+        settings = {"record_steps": str(file)} if record else {}
+        with somaspeed_patch.patched("step_recorder", **settings):
+            kind = RawLoader if raw else transformers.Trainer
+            trainer = kind(model=Model(), args=arguments, train_dataset=rows, data_collator=collate)
+            trainer.train()
+        log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        return log, [json.loads(line) for line in file.read_text().splitlines()] if record else []
+
+    return train
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["accelerate's loader", "raw loader"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_update_of_a_trainer(train, raw, accumulation):
+    log, lines = train(5, raw=raw, accumulation=accumulation)
+    for name, key in (("loss", "loss"), ("grad_norm", "grad_norm"), ("lr", "learning_rate")):
+        found, expected = [line[name] for line in lines], [entry[key] for entry in log]
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-4 if name == "loss" else 0), name
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    per_epoch = [4, 4, 2] if accumulation == 1 else [8, 8, 4]
+    assert [line["samples"] for line in lines] == [*per_epoch, *per_epoch[:2]]
+    for line in lines:
+        phases = {name: value for name, value in line["seconds"].items() if name != "total"}
+        assert min(phases.values()) > 0
+        assert sum(phases.values()) == pytest.approx(line["seconds"]["total"])
+
+
+def test_recording_changes_nothing_of_a_trainer(train):
+    plain, _ = train(4, record=False)
+    state = torch.get_rng_state()
+    recorded, _ = train(4)
+    assert [entry["loss"] for entry in recorded] == [entry["loss"] for entry in plain]
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,17 +1,19 @@
 """Inside a training process: turn the calls that adapters/step_recorder.py sees into one line an update.
 
-An update is cut at six marks into five phases that add up to it:
+An update is cut by marks into five phases that add up to it. Each begins at its own mark:
 
-    start     the trainer asks the loader for a batch     data        waiting for the loader
-    batch     it has the batch                            preprocess  until the policy's forward
-    forward   autocast is entered                         forward     until the loss is there
-    backward  Accelerator.backward is called              backward
-    stepping  it has returned                             optimizer   clip, step, zero_grad, scheduler
-    end       MetricsTracker.step is called
+    data        the trainer asks the loader for a batch
+    preprocess  it has the batch
+    forward     autocast is entered
+    backward    Accelerator.backward is called
+    optimizer   that has returned: clip, step, zero_grad, scheduler
+
+and the last ends where LeRobot's MetricsTracker.step, or a Trainer's callback of the step's end, is called.
+Micro-batches go through the phases several times: seconds and losses add up.
 
 Logging, checkpoints and evaluation lie between two updates and are counted in neither. On CUDA each mark
 is an event on the current stream and the end is one synchronize; on a CPU the marks are wall-clock. A mark
-that the host never reaches gives its phase to the one before. Loaders used under no_grad (evaluation) are
+that the host never reaches leaves its time to the phase before. Loaders used under no_grad (evaluation) are
 not updates. At exit rank 0 saves the report of patched sites beside the steps.
 """
 
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mode
 from typing import IO, Any
 
 import torch
@@ -32,7 +35,6 @@ from accelerate.state import PartialState
 
 from somaspeed_patch import features, patching, sites
 
-MARKS = ("start", "batch", "forward", "backward", "stepping", "end")
 REPORT = "somaspeed_report.json"
 PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
 
@@ -64,18 +66,30 @@ class _Update:
     """What is known so far of the update under way."""
 
     at: float = field(default_factory=time.time)
-    marks: dict[str, _Mark] = field(default_factory=dict)
+    marks: list[tuple[str, _Mark]] = field(default_factory=list)
+    """the beginning of each phase, in order"""
     samples: int = 0
     loss: torch.Tensor | None = None
     grad_norm: Any = None
     lr: float | None = None
 
-    def phases(self) -> dict[str, float]:
-        """Seconds of each phase; a missing mark coincides with the next one."""
-        times: list[_Mark] = [self.marks["end"]]
-        for name in reversed(MARKS[:-1]):
-            times.insert(0, self.marks.get(name, times[0]))
-        return {phase: times[i].until(times[i + 1]) for i, phase in enumerate(PHASES)}
+    def phases(self, end: _Mark) -> dict[str, float]:
+        """Seconds of each phase."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        later = [*(mark for _, mark in self.marks[1:]), end]
+        for (phase, mark), next_mark in zip(self.marks, later, strict=True):
+            seconds[phase] += mark.until(next_mark)
+        return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """What the host itself knows at an update's end, where no seam saw it."""
+
+    step: int
+    loss: Any = float("nan")
+    grad_norm: Any = float("nan")
+    lr: float = 0.0
 
 
 class Recorder:
@@ -87,15 +101,15 @@ class Recorder:
         self._update: _Update | None = None
 
     def begin(self) -> None:
-        """Start an update, unless one is under way: a loader that starts over asks twice."""
+        """A batch is asked for: start an update, unless one is under way."""
         if self._update is None:
             self._update = _Update()
-            self.mark("start")
+        self.mark("data")
 
-    def mark(self, name: str) -> None:
-        """Note the time; nothing outside an update."""
+    def mark(self, phase: str) -> None:
+        """A phase begins now; nothing outside an update."""
         if self._update is not None:
-            self._update.marks[name] = _Mark.now()
+            self._update.marks.append((phase, _Mark.now()))
 
     def note(self, **known: Any) -> None:
         """Fill in fields of the update under way."""
@@ -103,17 +117,24 @@ class Recorder:
             if self._update is not None:
                 setattr(self._update, name, value)
 
-    def end(self, tracker: Any) -> None:
-        """Finish the update and write its line; `tracker` is LeRobot's, already stepped."""
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Of one micro-batch."""
+        if self._update is not None:
+            before = self._update.loss
+            self._update.loss = loss if before is None else before + loss
+
+    def end(self, known: _Ended) -> None:
+        """Finish the update and write its line."""
         update, self._update = self._update, None
         if update is None:
             return
-        first, end = next(iter(update.marks.values())), _Mark.now()
-        update.marks["end"], finished = end, end.wall
+        (_, first), end = update.marks[0], _Mark.now()
+        finished = end.wall
         if end.event is not None:
             torch.cuda.synchronize()
             finished = time.perf_counter()
-        self._write(_record(update, tracker, finished - first.wall))
+        seconds = {**update.phases(end), "total": finished - first.wall}
+        self._write(_record(update, known, seconds))
 
     def close(self) -> None:
         """Close the file; the next update would start it afresh."""
@@ -139,17 +160,17 @@ def _save_report(file: Path) -> None:
         patching.snapshot().save(file)
 
 
-def _record(update: _Update, tracker: Any, total: float) -> dict[str, Any]:
-    """One line. What no seam saw is taken from the host's own tracker."""
-    state, seen = PartialState(), tracker.metrics
+def _record(update: _Update, known: _Ended, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """One line. What no seam saw is what the host knows."""
+    state = PartialState()
     peak, kind = _peak()
     return {
-        "step": tracker.steps,
-        "loss": float(update.loss if update.loss is not None else seen["loss"].val),
-        "grad_norm": float(update.grad_norm if update.grad_norm is not None else seen["grad_norm"].val),
-        "lr": update.lr if update.lr is not None else seen["lr"].val,
+        "step": known.step,
+        "loss": float(update.loss if update.loss is not None else known.loss),
+        "grad_norm": float(update.grad_norm if update.grad_norm is not None else known.grad_norm),
+        "lr": update.lr if update.lr is not None else known.lr,
         "samples": update.samples,
-        "seconds": {**update.phases(), "total": total},
+        "seconds": seconds,
         "at": update.at,
         "peak_bytes": peak,
         "peak_kind": kind,
@@ -172,9 +193,17 @@ def _peak() -> tuple[int, str]:
 
 
 def _samples(batch: Any) -> int:
-    """Length of the first tensor's first axis."""
-    values = batch.values() if isinstance(batch, Mapping) else ()
-    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim), 0)
+    """The length that most of its tensors have: of patches or images there are more than of samples."""
+    lengths = [len(value) for value in _tensors(batch) if value.ndim]
+    return mode(lengths) if lengths else 0
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    for value in batch.values() if isinstance(batch, Mapping) else ():
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            yield from _tensors(value)
 
 
 _recorders: dict[str, Recorder] = {}
@@ -202,9 +231,17 @@ def _batches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[An
         except StopIteration:
             return
         if training:
-            _current().mark("batch")
+            _current().mark("preprocess")
             _current().note(samples=_samples(batch))
         yield batch
+
+
+def _micro_batches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    _current().begin()
+    result = wrapped(*args, **kwargs)
+    _current().mark("preprocess")
+    _current().note(samples=sum(map(_samples, result[0])))
+    return result
 
 
 def _forward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -216,9 +253,9 @@ def _forward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def _backward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     loss = args[0] if args else kwargs["loss"]
     _current().mark("backward")
-    _current().note(loss=loss.detach())
+    _current().add_loss(loss.detach())
     result = wrapped(*args, **kwargs)
-    _current().mark("stepping")
+    _current().mark("optimizer")
     return result
 
 
@@ -235,15 +272,26 @@ def _optimizer_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _update_done(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
-    _current().end(instance)
+    seen = {
+        name: instance.metrics[name].val for name in ("loss", "grad_norm", "lr") if name in instance.metrics
+    }
+    _current().end(_Ended(step=instance.steps, **seen))
     return result
+
+
+def _trainers_update_done(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    state = args[1] if len(args) > 1 else kwargs["state"]
+    _current().end(_Ended(step=state.global_step))
+    return wrapped(*args, **kwargs)
 
 
 HOOKS: Mapping[str, Callable[[Any, Any, Any, Any], Any]] = {
     "batches": _batches,
+    "micro_batches": _micro_batches,
     "forward": _forward,
     "backward": _backward,
     "clip": _clip,
     "optimizer_step": _optimizer_step,
     "update_done": _update_done,
+    "trainers_update_done": _trainers_update_done,
 }

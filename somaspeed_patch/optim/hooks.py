@@ -15,6 +15,7 @@ from somaspeed_patch.optim.fused_adamw import FusedAdamW
 from somaspeed_patch.optim.gradients import same_objects
 
 CLIP, LEROBOT, TRAINER = "accelerate_clip/clip", "lerobot_optimizer/build", "hf_trainer/optimizer_class"
+_DEEPSPEED = "DeepSpeed owns the optimizer"
 
 
 def clip_grad_norm_(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -129,7 +130,7 @@ def build(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[st
     elif not features.value("optimizer"):
         site.declined("optimizer=False")
     elif _deepspeed_by_launcher():
-        site.declined("DeepSpeed owns the optimizer")
+        site.declined(_DEEPSPEED)
     else:
         site.ran()
         return as_fused(optimizer)
@@ -159,8 +160,20 @@ def optimizer_class(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: 
     elif not features.value("optimizer"):
         site.declined("optimizer=False")
     elif getattr(training, "deepspeed", None) or _deepspeed_by_launcher():
-        site.declined("DeepSpeed owns the optimizer")
+        site.declined(_DEEPSPEED)
     else:
         site.ran()
         return FusedAdamW, settings
     return found, settings
+
+
+def deepspeed_optimizer(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """transformers' deepspeed_optim_sched(...): the optimizer of DeepSpeed's config, for which no class is asked."""
+    from accelerate.utils import DummyOptim
+
+    optimizer, scheduler = wrapped(*args, **kwargs)
+    if isinstance(optimizer, DummyOptim):  # DeepSpeed builds the real one
+        sites.site(TRAINER).declined(_DEEPSPEED)
+    return optimizer, scheduler
