@@ -14,7 +14,14 @@ from typing import Any
 
 import wrapt
 
-from somaspeed_patch.features import CAST_ONCE, COMPILE, DEFERRED_METRICS, FROZEN_PREFIX, Feature
+from somaspeed_patch.features import (
+    CAST_ONCE,
+    COMPILE,
+    DEFERRED_METRICS,
+    FROZEN_PREFIX,
+    TRAIN_MODE,
+    Feature,
+)
 from somaspeed_patch.registry import Patch, function, with_parameters
 
 REQUIRES = ["transformers>=4.57,<5.6", "accelerate>=1.0,<2"]
@@ -24,6 +31,7 @@ FEATURES = [
     CAST_ONCE,
     COMPILE,
     DEFERRED_METRICS,
+    TRAIN_MODE,
     Feature(
         name="skip_logits",
         changes="GR00T where its vision tower trains: no logits for tokens whose logits nobody reads",
@@ -116,6 +124,13 @@ def _policy_forward(original: Any) -> Any:
     return function(original, policy_forward)
 
 
+def _train(original: Any) -> Any:
+    with_parameters(original, ["self", "mode"])
+    from somaspeed_patch.groot.policy_forward import train
+
+    return wrapt.FunctionWrapper(original, train)
+
+
 def _unread(original: Any) -> Any:
     with_parameters(original, ["tensor"])
     from somaspeed_patch import deferred
@@ -180,6 +195,13 @@ PATCHES = [
         name="GrootPolicy.forward",
         make=_policy_forward,
         site="lerobot",
+    ),
+    *(
+        Patch(module=module, name=f"{name}.train", make=_train, site="train_mode")
+        for module, name in (
+            ("lerobot.policies.groot.modeling_groot", "GrootPolicy"),
+            ("gr00t.model.gr00t_n1d7.gr00t_n1d7", "Gr00tN1d7"),
+        )
     ),
     Patch(
         module="accelerate.utils.operations",

@@ -13,7 +13,14 @@ from typing import Any
 
 import wrapt
 
-from somaspeed_patch.features import CAST_ONCE, COMPILE, DEFERRED_METRICS, FROZEN_PREFIX, Feature
+from somaspeed_patch.features import (
+    CAST_ONCE,
+    COMPILE,
+    DEFERRED_METRICS,
+    FROZEN_PREFIX,
+    TRAIN_MODE,
+    Feature,
+)
 from somaspeed_patch.registry import Patch, function, with_parameters
 
 REQUIRES = ["lerobot>=0.6.1,<0.7", "accelerate>=1.0,<2"]
@@ -53,12 +60,7 @@ FEATURES = [
         default=True,
     ),
     DEFERRED_METRICS,
-    Feature(
-        name="train_mode",
-        changes="MolmoAct2: train() at every step looks at the modules' modes, and sets them if one differs",
-        exact=True,
-        default=True,
-    ),
+    TRAIN_MODE,
     Feature(
         name="gpu_images",
         changes="MolmoAct2: resize, normalise and cut the images into patches on the GPU; "

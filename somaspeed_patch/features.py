@@ -61,6 +61,13 @@ DEFERRED_METRICS = Feature(
     default=True,
 )
 
+TRAIN_MODE = Feature(
+    name="train_mode",
+    changes="MolmoAct2, GR00T: train() at every step without setting every module's mode one by one",
+    exact=True,
+    default=True,
+)
+
 _values: dict[str, Value] = {}
 
 

@@ -20,6 +20,10 @@ from somaspeed_patch import features, sites
 
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d)
 
+# Its hooks hand out layers' outputs to a call that asks for them. A native forward, such as an evaluation's,
+# leaves them on the layers for good; here nobody asks, and each would break a compiled layer's graph.
+_RECORDERS = "transformers.utils.output_capturing"
+
 
 class FrozenCopy:
     """A copy of a frozen module for one autocast dtype, rebuilt when a weight of the original changes."""
@@ -145,6 +149,9 @@ def _clone(module: Any, cast: dict[int, nn.Parameter], done: dict[int, Any]) -> 
         name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()
     }
     state.pop("_compiled_call_impl", None)  # bound to the original
+    for key, hook in module._forward_hooks.items():
+        if getattr(hook, "__module__", "") == _RECORDERS:
+            del state["_forward_hooks"][key]
     state["_parameters"] = {name: cast.get(id(p), p) for name, p in module._parameters.items()}
     state["_modules"] = {
         name: None if child is None else _clone(child, cast, done) for name, child in module._modules.items()

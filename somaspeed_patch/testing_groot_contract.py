@@ -85,7 +85,10 @@ LEROBOT = (
         },
     ),
     *_symbols("lerobot.policies.groot.action_head.cross_attention_dit", _DIT),
-    *_symbols("lerobot.policies.groot.modeling_groot", {"GrootPolicy.forward": ("batch",)}),
+    *_symbols(
+        "lerobot.policies.groot.modeling_groot",
+        {"GrootPolicy.forward": ("batch",), "GrootPolicy.train": ("mode",)},
+    ),
     *_symbols("lerobot.processor.device_processor", {"DeviceProcessorStep._process_tensor": ("tensor",)}),
 )
 
@@ -95,7 +98,14 @@ NVIDIA = (
     *_symbols("gr00t.model.modules.embodiment_conditioned_mlp", _LINEAR),
     *_symbols("gr00t.model.modules.dit", _DIT),
     *_symbols(_NVIDIA, {f"Gr00tN1d7ActionHead.{name}": takes for name, takes in _HEAD.items()}),
-    *_symbols(_NVIDIA, {"Gr00tN1d7.forward": ("inputs",), "Gr00tN1d7.prepare_input": ("inputs",)}),
+    *_symbols(
+        _NVIDIA,
+        {
+            "Gr00tN1d7.forward": ("inputs",),
+            "Gr00tN1d7.prepare_input": ("inputs",),
+            "Gr00tN1d7.train": ("mode",),
+        },
+    ),
     *_symbols(
         "gr00t.model.gr00t_n1d7.processing_gr00t_n1d7", {"Gr00tN1d7DataCollator.__call__": ("features",)}
     ),

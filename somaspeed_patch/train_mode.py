@@ -8,12 +8,43 @@ changed takes 0.3 ms.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+
+from somaspeed_patch import frozen
+
+
+def set_directly(module: nn.Module, mode: bool) -> bool:
+    """Set the mode of a module and of all below, without `nn.Module.__setattr__` on each of them.
+
+    For a tree whose modes change twice a step, where looking spares nothing: GR00T's 1,289 modules, of which
+    the frozen ones are put back into evaluation in the forward, take 5 ms at once and 0.4 ms so.
+
+    Returns: False, and nothing is set, where a module has a `train` of its own.
+    """
+    every = list(frozen.walk(module))
+    if not isinstance(mode, bool) or not all(map(_has_torchs_train, every)):
+        return False
+    for child in every:
+        vars(child)["training"] = mode
+    return True
+
+
+def _has_torchs_train(module: nn.Module) -> bool:
+    """Whether `module.train` is nn.Module's, or transformers' where that does no more."""
+    train = type(module).train
+    if "train" in vars(module):
+        return False
+    if train is nn.Module.train:
+        return True
+    transformers = sys.modules.get("transformers.modeling_utils")
+    own = None if transformers is None else vars(transformers.PreTrainedModel).get("train")
+    return train is own and not getattr(module, "use_kernels", True)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """GR00T's flow times by way of the CPU, and its patches as one matrix product."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -73,10 +74,23 @@ def embed():
     return Qwen3VLVisionPatchEmbed(config)
 
 
-def test_patches(embed):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_patches(embed, autocast):
+    """In bf16 by a product: both round once, from sums in another order."""
     pixels = torch.randn(10, 96)
-    torch.testing.assert_close(vision._embedded(embed, pixels), embed(pixels), rtol=1e-5, atol=1e-6)
-    assert vision._is_linear(embed.proj, 96)
+    weights = embed if autocast else copy.deepcopy(embed).bfloat16()
+    given = pixels if autocast else pixels.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, theirs = vision._embedded(weights, given), weights(given)
+    assert found.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(found, theirs, rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(found.float(), embed(pixels), rtol=2**-6, atol=2e-2)
+
+
+def test_patches_in_fp32_are_the_hosts(embed, monkeypatch):
+    pixels = torch.randn(10, 96)
+    monkeypatch.setattr(vision.F, "linear", None)
+    assert torch.equal(vision._embedded(embed, pixels), embed(pixels))
 
 
 @pytest.mark.parametrize("change", ["padding", "hook", "another module", "size"])
@@ -87,4 +101,5 @@ def test_patches_that_the_host_embeds(embed, change):
         embed.proj.register_forward_hook(lambda *_: None)
     elif change == "another module":
         embed.proj = nn.Sequential(embed.proj)
+    assert vision._is_linear(nn.Conv3d(3, 24, (2, 4, 4), stride=(2, 4, 4)), 96)
     assert not vision._is_linear(embed.proj, 48 if change == "size" else 96)

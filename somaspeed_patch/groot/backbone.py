@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from somaspeed_patch import compiled, constants, facts, features, frozen, guarded, sites
+from somaspeed_patch import compiled, constants, facts, features, frozen, guarded, sites, train_mode
 from somaspeed_patch.groot import language, tokens, vision
 from somaspeed_patch.groot.tokens import Tokens
 
@@ -119,8 +119,8 @@ def _qwen(backbone: Any) -> Any:
 
 def _features(backbone: Any, vl_input: Mapping[str, Tensor]) -> Any:
     """Qwen3Backbone.forward's own lines around what is computed here."""
-    backbone.set_frozen_modules_to_eval_mode()
     qwen, ids = _qwen(backbone), vl_input["input_ids"]
+    _evaluate_what_is_frozen(backbone, qwen)
     known = tokens.read(qwen, vl_input)
     result = {
         "backbone_features": _run(qwen, vl_input, known),
@@ -130,6 +130,18 @@ def _features(backbone: Any, vl_input: Mapping[str, Tensor]) -> Any:
     facts.attach(result["backbone_attention_mask"], facts.TWIN, known.valid)
     facts.attach(result["image_mask"], facts.TWIN, known.image)
     return _batch_feature(result)
+
+
+def _evaluate_what_is_frozen(backbone: Any, qwen: Any) -> None:
+    """Qwen3Backbone.set_frozen_modules_to_eval_mode."""
+    frozen_parts = [
+        part
+        for part, tuned in ((qwen.language_model, backbone.tune_llm), (qwen.visual, backbone.tune_visual))
+        if not tuned
+    ]
+    on = features.value("train_mode") and backbone.training
+    if not on or not all(train_mode.set_directly(part, False) for part in frozen_parts):
+        backbone.set_frozen_modules_to_eval_mode()
 
 
 def _run(qwen: Any, inputs: Mapping[str, Tensor], known: Tokens) -> Tensor:
