@@ -1,6 +1,6 @@
 """transformers.Trainer, and so Isaac-GR00T's: FusedAdamW for optim=adamw_torch and adamw_torch_fused.
 
-An optimizer that DeepSpeed owns, or another class, is left as it is, and reported: also one of DeepSpeed's own
+An optimizer that DeepSpeed owns, or another class, is left as it is, and reported: also that of DeepSpeed's
 config, for which the Trainer asks for no class.
 """
 
@@ -22,10 +22,10 @@ def _optimizer_class(original: Any) -> Any:
     return wrapt.FunctionWrapper(original, hooks.optimizer_class)
 
 
-def _deepspeed_optimizer(original: Any) -> Any:
+def _deepspeed_init(original: Any) -> Any:
     from somaspeed_patch.optim import hooks
 
-    return wrapt.FunctionWrapper(original, hooks.deepspeed_optimizer)
+    return wrapt.FunctionWrapper(original, hooks.deepspeed_init)
 
 
 PATCHES = [
@@ -36,9 +36,9 @@ PATCHES = [
         site="optimizer_class",
     ),
     Patch(
-        module="transformers.integrations.deepspeed",
-        name="deepspeed_optim_sched",
-        make=_deepspeed_optimizer,
+        module="transformers.trainer",
+        name="deepspeed_init",
+        make=_deepspeed_init,
         site="optimizer_class",
     ),
 ]

@@ -1,4 +1,4 @@
-"""GR00T for transformers.Trainer with the interface of NVIDIA's package: model, loader and trainer of the tests.
+"""GR00T for transformers.Trainer with the interface of NVIDIA's package: model, loader, trainer.
 
 The model answers `model(inputs=batch)` with a plain dict, as Gr00tN1d7 does; the loader is a raw one over an
 endless data set, whose collator gives {"inputs": batch}.
@@ -25,7 +25,7 @@ def make_model(dropout: float) -> Any:
     model = make_policy()._groot_model
     port = type(model)
 
-    class Gr00tN1d7(port):  # type: ignore[misc]
+    class Gr00tN1d7(port):  # type: ignore[misc, valid-type]
         def forward(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
             return dict(port.forward(self, inputs))
 
@@ -60,10 +60,10 @@ class Batches(IterableDataset[dict[str, Any]]):
 
 
 class Gr00tLikeTrainer(Trainer):  # type: ignore[misc]
-    """What NVIDIA's overrides, as far as it bears on a step; keeps the loss of every micro-batch in `losses`."""
+    """What NVIDIA's overrides, as far as it bears on a step; `losses` has that of every micro-batch."""
 
     def get_train_dataloader(self) -> Any:
-        """A generator of its own gives its base seed: a resumed run draws the noise that a whole one draws."""
+        """Its seed is from a generator of its own: a resumed run draws the noise that a whole one draws."""
         return DataLoader(self.train_dataset, batch_size=None, generator=torch.Generator())
 
     def compute_loss(

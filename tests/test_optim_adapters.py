@@ -19,10 +19,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
+from accelerate.utils.deepspeed import DummyOptim
 from lerobot.optim import factory
 from lerobot.optim import optimizers as lerobot
 from lerobot.scripts import lerobot_train
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, trainer
+from transformers.integrations import deepspeed
 from transformers.training_args import OptimizerNames
 
 import somaspeed_patch
@@ -34,7 +36,9 @@ from somaspeed_patch.testing_optim import forget_counts, small_tiles
 
 TARGETS = ("accelerate_clip", "hf_trainer", "lerobot_optimizer")
 interpreted = pytest.mark.skipif(not adamw.INTERPRETED, reason="the kernels reach a CPU in the interpreter")
-TOUCHED = (Accelerator, Trainer, lerobot.AdamWConfig, lerobot.XVLAAdamWConfig, lerobot.OptimizerConfig)
+TOUCHED = (
+    Accelerator, Trainer, trainer, lerobot.AdamWConfig, lerobot.XVLAAdamWConfig, lerobot.OptimizerConfig,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +125,23 @@ def test_the_trainer_chooses_and_clips_where_the_hooks_sit(tmp_path: Any) -> Non
         assert name in {one.value for one in OptimizerNames}
         arguments = TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True)
         assert Trainer.get_optimizer_cls_and_kwargs(arguments)[0] is torch.optim.AdamW
+
+
+def test_the_trainer_leaves_a_dummy_where_deepspeeds_config_names_the_optimizer() -> None:
+    assert trainer.deepspeed_init is deepspeed.deepspeed_init
+    assert "optimizer, lr_scheduler = deepspeed_optim_sched(" in inspect.getsource(trainer.deepspeed_init)
+    assert "optimizer = DummyOptim(" in inspect.getsource(deepspeed.deepspeed_optim_sched)
+    source = inspect.getsource(Trainer._prepare_for_training)
+    assert "self.optimizer, self.lr_scheduler = deepspeed_init(self, " in source
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_an_optimizer_of_deepspeeds_config_is_reported(theirs: bool) -> None:
+    """One that the Trainer builds is reported where it asks for the class."""
+    made = (DummyOptim([]) if theirs else torch.optim.SGD([torch.ones(1)]), "scheduler")
+    assert hooks.deepspeed_init(lambda *_, **__: made, None, ("trainer",), {"num_training_steps": 1}) == made
+    found = site("hf_trainer/optimizer_class")
+    assert (found.native_calls, found.reason) == ((1, "DeepSpeed owns the optimizer") if theirs else (0, ""))
 
 
 # I import the hosts, P patch, O build the optimizer, U unpatch, T train.

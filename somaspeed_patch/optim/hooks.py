@@ -167,13 +167,11 @@ def optimizer_class(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: 
     return found, settings
 
 
-def deepspeed_optimizer(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """transformers' deepspeed_optim_sched(...): the optimizer of DeepSpeed's config, for which no class is asked."""
-    from accelerate.utils import DummyOptim
+def deepspeed_init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """transformers' deepspeed_init(trainer, ...): an optimizer of DeepSpeed's config is reported too."""
+    from accelerate.utils.deepspeed import DummyOptim
 
     optimizer, scheduler = wrapped(*args, **kwargs)
-    if isinstance(optimizer, DummyOptim):  # DeepSpeed builds the real one
+    if isinstance(optimizer, DummyOptim):  # in the place of the one that DeepSpeed will build
         sites.site(TRAINER).declined(_DEEPSPEED)
     return optimizer, scheduler
