@@ -280,6 +280,7 @@ def test_the_shipped_recipe_has_every_arm():
     assert {arm.name: arm.batches for arm in shipped.arms if arm.patched} == {
         "patched": (80, 320),
         "patched_compiled": (80, 320, 640),
+        "patched_compiled_recompute": (320, 640),
         "patched_compiled_documented": (320,),
         "patched_compiled_padded": (320,),
     }
