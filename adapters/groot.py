@@ -197,10 +197,10 @@ PATCHES = [
         site="lerobot",
     ),
     *(
-        Patch(module=module, name=f"{name}.train", make=_train, site="train_mode")
-        for module, name in (
-            ("lerobot.policies.groot.modeling_groot", "GrootPolicy"),
-            ("gr00t.model.gr00t_n1d7.gr00t_n1d7", "Gr00tN1d7"),
+        Patch(module=module, name=f"{name}.train", make=_train, site=host)
+        for host, module, name in (
+            ("lerobot", "lerobot.policies.groot.modeling_groot", "GrootPolicy"),
+            ("nvidia", "gr00t.model.gr00t_n1d7.gr00t_n1d7", "Gr00tN1d7"),
         )
     ),
     Patch(
