@@ -78,6 +78,8 @@ class _Host:
     """module of CategorySpecificLinear"""
     head: str
     """module of the action head, and its class"""
+    model: str
+    """module of what the host's loop puts into training mode, and its class"""
 
 
 HOSTS = (
@@ -87,6 +89,7 @@ HOSTS = (
         dit="lerobot.policies.groot.action_head.cross_attention_dit",
         linear="lerobot.policies.groot.groot_n1_7",
         head="lerobot.policies.groot.groot_n1_7:GR00TN17ActionHead",
+        model="lerobot.policies.groot.modeling_groot:GrootPolicy",
     ),
     _Host(
         name="nvidia",
@@ -94,6 +97,7 @@ HOSTS = (
         dit="gr00t.model.modules.dit",
         linear="gr00t.model.modules.embodiment_conditioned_mlp",
         head="gr00t.model.gr00t_n1d7.gr00t_n1d7:Gr00tN1d7ActionHead",
+        model="gr00t.model.gr00t_n1d7.gr00t_n1d7:Gr00tN1d7",
     ),
 )
 
@@ -124,13 +128,6 @@ def _policy_forward(original: Any) -> Any:
     return function(original, policy_forward)
 
 
-def _train(original: Any) -> Any:
-    with_parameters(original, ["self", "mode"])
-    from somaspeed_patch.groot.policy_forward import train
-
-    return wrapt.FunctionWrapper(original, train)
-
-
 def _unread(original: Any) -> Any:
     with_parameters(original, ["tensor"])
     from somaspeed_patch import deferred
@@ -153,10 +150,16 @@ def _of(host: _Host) -> list[Patch]:
         "hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask",
         "return_all_hidden_states", "image_mask", "backbone_attention_mask",
     )  # fmt: skip
-    module, head = host.head.split(":")
+    (heads, head), (models, model) = host.head.split(":"), host.model.split(":")
     return [
         Patch(
-            module=module,
+            module=models,
+            name=f"{model}.train",
+            make=_hooked("policy_forward", "train", "mode"),
+            site=host.name,
+        ),
+        Patch(
+            module=heads,
             name=f"{head}.sample_time",
             make=_hooked("times", "sample_time", "batch_size", "device", "dtype"),
             site=host.name,
@@ -195,13 +198,6 @@ PATCHES = [
         name="GrootPolicy.forward",
         make=_policy_forward,
         site="lerobot",
-    ),
-    *(
-        Patch(module=module, name=f"{name}.train", make=_train, site=host)
-        for host, module, name in (
-            ("lerobot", "lerobot.policies.groot.modeling_groot", "GrootPolicy"),
-            ("nvidia", "gr00t.model.gr00t_n1d7.gr00t_n1d7", "Gr00tN1d7"),
-        )
     ),
     Patch(
         module="accelerate.utils.operations",

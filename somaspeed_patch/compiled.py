@@ -31,10 +31,15 @@ class CompiledLayer:
     def __init__(self, eager: Callable[..., Any], site: Site, dynamic: bool | None = False) -> None:
         self.eager = eager
         self.site = site
-        self.compiled = torch.compile(eager, dynamic=dynamic, backend=BACKEND)
+        how = self.inductor(eager) if BACKEND == "inductor" else {"backend": BACKEND}
+        self.compiled = torch.compile(eager, dynamic=dynamic, **how)
         self.most_shapes = MAX_SHAPES if dynamic is False else math.inf
         self.shapes: set[Hashable] = set()
         self.broken = False
+
+    def inductor(self, eager: Callable[..., Any]) -> dict[str, Any]:
+        """What torch.compile is told where Inductor compiles."""
+        return {"backend": "inductor"}
 
     def __call__(self, layer: Any, hidden: Tensor, *rest: Any) -> Any:
         """Run one layer; the shapes of hidden and of the other tensors choose the graph."""

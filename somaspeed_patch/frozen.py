@@ -9,7 +9,7 @@ the optimizer never see it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,6 @@ from torch import nn
 from somaspeed_patch import features, sites
 
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d)
-
-# Its hooks hand out layers' outputs to a call that asks for them. A native forward, such as an evaluation's,
-# leaves them on the layers for good; here nobody asks, and each would break a compiled layer's graph.
-_RECORDERS = "transformers.utils.output_capturing"
 
 
 class FrozenCopy:
@@ -137,6 +133,17 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parameter]:
     }
 
 
+def drop_recorders(hooks: MutableMapping[int, Any]) -> None:
+    """Take transformers' hooks out of a module's forward hooks that hand its output to a call that asks.
+
+    A native forward, such as an evaluation's, leaves them on the layers for good. Ours never asks, and each
+    would break a compiled layer's graph.
+    """
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+            del hooks[key]
+
+
 def _clone(module: Any, cast: dict[int, nn.Parameter], done: dict[int, Any]) -> Any:
     """`module` with modules of its own and the original's tensors, except those in `cast`.
 
@@ -149,9 +156,7 @@ def _clone(module: Any, cast: dict[int, nn.Parameter], done: dict[int, Any]) -> 
         name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()
     }
     state.pop("_compiled_call_impl", None)  # bound to the original
-    for key, hook in module._forward_hooks.items():
-        if getattr(hook, "__module__", "") == _RECORDERS:
-            del state["_forward_hooks"][key]
+    drop_recorders(state["_forward_hooks"])
     state["_parameters"] = {name: cast.get(id(p), p) for name, p in module._parameters.items()}
     state["_modules"] = {
         name: None if child is None else _clone(child, cast, done) for name, child in module._modules.items()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import somaspeed_patch
+from somaspeed_patch import testing_accelerate
 
 BACKBONE = "Qwen/Qwen3-VL-tiny"  # the package tells the backbone's class by this beginning
 ROWS = 4  # samples a micro-batch
@@ -235,7 +236,7 @@ def train(
         resume: go on from the newest checkpoint in `folder`, as the package's launcher asks for.
     """
     with somaspeed_patch.patched() if patched else nullcontext():
-        _forget_accelerate()
+        testing_accelerate.forget()
         samples = Samples(ROWS * accumulation, embodiments, images)
         model = make_model(folder.parent, dropout)
         trainer = import_module("gr00t.experiment.trainer").Gr00tTrainer(
@@ -301,11 +302,3 @@ def _recorder(trainer: Any, updates: Updates, resumed: str | None) -> Any:
             updates.gradients.append({name: grad.clone() for name, grad in gradients if grad is not None})
 
     return Recorder()
-
-
-def _forget_accelerate() -> None:
-    """Accelerate keeps its settings for the whole process; each run starts without."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()

@@ -62,7 +62,7 @@ def distance(gradients, others):
 
 def recorders(policy):
     hooks = [hook for module in policy.modules() for hook in module._forward_hooks.values()]
-    return sum(hook.__module__ == synthetic_groot._RECORDERS for hook in hooks)
+    return sum(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks)
 
 
 def test_hooks_that_a_native_step_leaves_are_not_there_in_the_next_arm(subject):

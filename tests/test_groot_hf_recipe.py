@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 import somaspeed_patch
+from somaspeed_patch import testing_accelerate
 from somaspeed_patch.ab import recipe
 from somaspeed_patch.tiny_groot import redirect
 
@@ -21,8 +21,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run(name, *targets, workers, **settings):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        testing_accelerate.forget()
         words = recipe.fill(ran.arguments, out=tmp_path / name, steps=4)
         smaller = ["--batch_size=4", f"--num_workers={workers}"]
         monkeypatch.setattr(sys, "argv", ["hf_trainer", *words, *smaller])

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
 import somaspeed_patch
+from somaspeed_patch import testing_accelerate
 from somaspeed_patch.sites import site
 from somaspeed_patch.testing_groot_trainer import Batches, Gr00tLikeTrainer, make_model
 
@@ -40,8 +40,7 @@ class Run:
 
 
 def train(folder: Path, *, patched, accumulate=1, embodiments=(10,), dropout=0.0, steps=STEPS, resume=None):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    testing_accelerate.forget()
     model, gradients = make_model(dropout), Gradients()
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, gradient_accumulation_steps=accumulate, learning_rate=1e-4,

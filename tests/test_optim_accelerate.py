@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from lerobot.optim.optimizers import AdamWConfig
 from lerobot.optim.schedulers import CosineDecayWithWarmupSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import somaspeed_patch
+from somaspeed_patch import testing_accelerate
 from somaspeed_patch.kernels import adamw
 from somaspeed_patch.optim import FusedAdamW
 from somaspeed_patch.sites import Site, site
@@ -51,8 +51,7 @@ class Loop:
     """A script: `found` is what is compared."""
 
     def __init__(self, dtype: torch.dtype, accumulate: int = 1) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        testing_accelerate.forget()
         self.accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=accumulate, step_scheduler_with_optimizer=False
         )

@@ -24,11 +24,11 @@ from unittest.mock import patch as replaced
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import somaspeed_patch
+from somaspeed_patch import testing_accelerate
 from somaspeed_patch.kernels import adamw
 from somaspeed_patch.optim import FusedAdamW
 from somaspeed_patch.sites import Site, site
@@ -118,8 +118,7 @@ def trainer(folder: Path, case: Case, **options: Any) -> Trainer:
 def train(kind: str, case: Case, folder: Path, resume: Path | None = None) -> Result:
     """STEPS updates of one kind: native, exact, ours, or plain, which is ours by torch's own step."""
     forget_counts()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    testing_accelerate.forget()
     ours = somaspeed_patch.patched(*TARGETS) if kind in ("ours", "plain") else nullcontext()
     with small_tiles(128), ours, exact() if kind == "exact" else nullcontext():
         made = trainer(folder / f"{kind} {'-'.join(map(str, case))}", case)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import somaspeed_patch
+from somaspeed_patch import testing_accelerate
 
 accelerate = pytest.importorskip("accelerate")
 logging_utils = pytest.importorskip("lerobot.utils.logging_utils")
@@ -192,8 +193,7 @@ def train(tmp_path):
 
     def train(steps, *, raw=False, accumulation=1, record=True):
         file = tmp_path / f"{raw}-{accumulation}.jsonl"
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerate.state.GradientState._reset_state()
+        testing_accelerate.forget()
         torch.manual_seed(0)
         rows = list(torch.randn(10 * accumulation, 3))
         arguments = transformers.TrainingArguments(

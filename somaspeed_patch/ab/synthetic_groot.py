@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from somaspeed_patch import frozen
 from somaspeed_patch.ab import (
     synthetic_groot_batch,
     synthetic_groot_exact,
@@ -17,8 +18,6 @@ from somaspeed_patch.ab import (
 )
 from somaspeed_patch.tiny.replaced import Replaced
 from somaspeed_patch.tiny_groot import sizes
-
-_RECORDERS = "transformers.utils.output_capturing"
 
 
 class Subject(synthetic_subject.Subject):
@@ -118,9 +117,7 @@ def _forget_recorders(policy: Any) -> None:
     for module in policy.modules():
         if vars(module).pop("_output_capturing_hooks_installed", False):
             for part in module.modules():
-                hooks = part._forward_hooks
-                for key in [key for key in hooks if getattr(hooks[key], "__module__", "") == _RECORDERS]:
-                    del hooks[key]
+                frozen.drop_recorders(part._forward_hooks)
 
 
 def _attention(policy: Any) -> list[tuple[Any, str]]:

@@ -240,13 +240,9 @@ class _CompiledBlock(compiled.CompiledLayer):
     Inductor fuses a generator of its own into its kernels, unless told to call torch's.
     """
 
-    def __init__(self, eager: Callable[..., Any], site: sites.Site) -> None:
-        super().__init__(eager, site, dynamic=None)
-        if compiled.BACKEND == "inductor":
-            self.compiled = self._inductor(eager)
-
-    def _inductor(self, eager: Callable[..., Any]) -> Any:
-        return torch.compile(eager, dynamic=None, backend="inductor", options={"fallback_random": True})
+    def inductor(self, eager: Callable[..., Any]) -> dict[str, Any]:
+        """See the base class."""
+        return {"backend": "inductor", "options": {"fallback_random": True}}
 
     def __call__(self, layer: Any, hidden: Tensor, *rest: Any) -> Any:
         with _shared_processor(getattr(layer, "attn1", None)):
@@ -256,9 +252,9 @@ class _CompiledBlock(compiled.CompiledLayer):
 class _LeanBlock(_CompiledBlock):
     """One that keeps less for its backward; the products of the backbone's tokens are the largest."""
 
-    def _inductor(self, eager: Callable[..., Any]) -> Any:
-        backend = recompute.inductor(products=eager is backbone_block)
-        return torch.compile(eager, dynamic=None, backend=backend)
+    def inductor(self, eager: Callable[..., Any]) -> dict[str, Any]:
+        """See the base class."""
+        return {"backend": recompute.inductor(products=eager is backbone_block)}
 
 
 @contextmanager
@@ -291,5 +287,5 @@ def _layer_of(eager: Callable[..., Any]) -> Any:
     return _lean.of(eager)
 
 
-_layers = compiled.Layers("groot/compile", make=_CompiledBlock)
-_lean = compiled.Layers("groot/compile", make=_LeanBlock)
+_layers = compiled.Layers("groot/compile", make=_CompiledBlock, dynamic=None)
+_lean = compiled.Layers("groot/compile", make=_LeanBlock, dynamic=None)
