@@ -18,7 +18,7 @@ lint: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py
 	@[ -x $(PYTHON_HERE) ] || { python=$$(sh .ci/find-python) && echo "setting up $(VENV) with $$python (a few minutes)" && "$$python" -m venv $(VENV); }
-	$(PYTHON_HERE) -m pip install -q -e '.[lerobot,dev]'
+	$(PYTHON_HERE) -m pip install -q -e '.[lerobot,ab,dev]'
 	@touch $@
 
 clean:

@@ -5,8 +5,8 @@ The seams are class attributes, so they hold for the console script, `-m` and to
     DataLoaderShard.__iter__      the update begins when the trainer asks for a batch
     Accelerator.autocast          the batch is ready, the policy's forward begins
     Accelerator.backward          forward ends; its argument is the loss
-    Accelerator.clip_grad_norm_   its return value is the gradient norm
-    AcceleratedOptimizer.step     the learning rate used
+    Accelerator.clip_grad_norm_   the gradients are complete; its return value is their norm
+    AcceleratedOptimizer.step     the learning rate used; without clipping, the gradients are complete
     MetricsTracker.step           the update ends
 
 of transformers.Trainer, whose loader need not be accelerate's:
@@ -38,7 +38,19 @@ FEATURES = [
         changes="writes loss, grad norm and phase seconds of every update to this file",
         exact=True,
         default=None,
-    )
+    ),
+    Feature(
+        name="record_gradients",
+        changes="with record_steps: writes every gradient of update N, before clipping, beside that file",
+        exact=True,
+        default=None,
+    ),
+    Feature(
+        name="record_profile",
+        changes="with record_steps: GPU busy and communication seconds of update N, by torch.profiler",
+        exact=True,
+        default=None,
+    ),
 ]
 
 _RECORDER = "somaspeed_patch.ab.recorder"

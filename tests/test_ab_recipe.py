@@ -52,8 +52,9 @@ def test_reads_every_key(write):
         "lerobot-train",
         30,
         5,
-        2,
+        3,
     )
+    assert (recipe.batches, recipe.find_batch, recipe.gradients, recipe.cool_seconds) == ((), False, 1, 0.0)
     assert recipe.arguments == ("--batch_size=8", "{assets}/x", "3")
     assert recipe.environment == {"OMP_NUM_THREADS": "1"}
     assert (recipe.tolerance.loss, recipe.tolerance.grad_norm) == (1e-5, 1e-4)
@@ -87,6 +88,57 @@ def test_an_arm_is_compared_with_the_one_it_names(write):
     assert [alone.reference(arm) for arm in alone.arms] == [None, "native_cached"]
     without = recipe.chosen("native,patched_cached", None)
     assert [without.reference(arm) for arm in without.arms] == [None, None]
+
+
+BATCHES = """\
+host: lerobot-train
+steps: 30
+batches: [8, 32]
+find_batch: true
+gradients: none
+cool_seconds: 2.5
+necessary_tflop_per_sample: 2.75
+arguments: ["--batch_size={batch}"]
+arms:
+  native: {targets: none, find_batch: false}
+  patched: {targets: default, features: {compile: on}, environment: {A: 1}, arguments: [--x]}
+  no_prefix: {like: patched, ablates: frozen_prefix, batches: [8], arguments: [--y]}
+"""
+
+
+def test_batches_and_what_is_looked_for(write):
+    recipe = load(write(BATCHES))
+    assert [(arm.name, batch) for arm, batch in recipe.cells] == [
+        ("native", 8),
+        ("native", 32),
+        ("patched", 8),
+        ("patched", 32),
+        ("no_prefix", 8),
+    ]
+    assert [recipe.finds_batch(arm) for arm in recipe.arms] == [False, True, True]
+    assert (recipe.gradients, recipe.cool_seconds, recipe.necessary_tflop_per_sample) == (None, 2.5, 2.75)
+
+
+def test_an_ablation_is_another_arm_without_one_feature(write):
+    native, patched, ablated = load(write(BATCHES)).arms
+    assert ablated.features == {"compile": True, "frozen_prefix": False}
+    assert ablated.arguments == ("--x", "--y") and ablated.environment == {"A": "1"}
+    assert (ablated.targets, ablated.ablates, ablated.like) == (patched.targets, "frozen_prefix", "patched")
+    assert (native.native, patched.native, ablated.native) == (True, False, False)
+
+
+def test_what_makes_an_arm_native(write):
+    cached = "  c: {targets: [lerobot_workers], features: {cached_batches: '4', worker_preprocess: off}}\n"
+    workers = "  w: {targets: [lerobot_workers]}\n"
+    arms = {arm.name: arm.native for arm in load(write(GOOD + cached + workers)).arms}
+    assert arms == {"native": True, "other": True, "patched": False, "c": True, "w": False}
+
+
+def test_the_baseline_against_itself(write):
+    recipe = load(write(CACHED)).against_itself()
+    first, again = recipe.arms
+    assert (first.name, again.name, recipe.reference(again)) == ("native", "native_again", "native")
+    assert (again.targets, again.arguments) == (first.targets, first.arguments) and recipe.loader == {}
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
@@ -200,6 +252,52 @@ BAD = {
         "loader.patched: cached batches are other data, so it must be an arm with `against`, but is 'other'",
     ),
     "given twice": (GOOD + "steps: 3\n", 12, "steps: given twice; keep one"),
+    "batches without a place": (
+        GOOD.replace("steps: 30", "steps: 30\nbatches: [8]"),
+        3,
+        "batches: the arguments of native have no {batch} to put them in",
+    ),
+    "a place without batches": (
+        GOOD.replace("--batch_size=8", "'--batch_size={batch}'"),
+        1,
+        "batches: missing: the arguments of native have {batch}",
+    ),
+    "a batch twice": (BATCHES.replace("[8, 32]", "[8, 8]"), 3, "batches: expected a list of batch sizes"),
+    "find_batch of nothing": (
+        GOOD.replace("steps: 30", "steps: 30\nfind_batch: true"),
+        3,
+        "find_batch: the arguments of native have no {batch}",
+    ),
+    "like nobody": (
+        BATCHES.replace("like: patched", "like: patch"),
+        12,
+        "arms.no_prefix.like: no arm above is called 'patch'; did you mean patched?",
+    ),
+    "like a later arm": (
+        BATCHES.replace("targets: none, ", "like: patched, "),
+        10,
+        "arms.native.like: no arm above is called 'patched'",
+    ),
+    "ablates nothing known": (
+        BATCHES.replace("ablates: frozen_prefix", "ablates: frozen_prefx"),
+        12,
+        "arms.no_prefix.ablates: no feature is called 'frozen_prefx'; did you mean frozen_prefix?",
+    ),
+    "ablates what is off": (
+        BATCHES.replace("ablates: frozen_prefix", "ablates: gpu_images"),
+        12,
+        "arms.no_prefix.ablates: gpu_images is off in patched already",
+    ),
+    "ablates without like": (
+        BATCHES.replace("like: patched, ", "targets: default, "),
+        12,
+        "arms.no_prefix.ablates: needs `like`, the arm that has the feature",
+    ),
+    "gradients of no update": (
+        BATCHES.replace("gradients: none", "gradients: 0"),
+        5,
+        "gradients: expected the number of an update, or none",
+    ),
     "a list": ("- a\n", 1, "expected a mapping of keys"),
     "not YAML": ("host: [a\nsteps: 3\n", 2, "not YAML"),
     "empty": ("", 1, "expected a mapping of keys"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from somaspeed_patch.ab import runner
+from somaspeed_patch.ab import child, runner
 from somaspeed_patch.ab.recipe import load
 
 HOST = """\
@@ -20,6 +20,9 @@ with open(out.parent / "steps.jsonl", "w") as file:
         print(json.dumps(line), file=file)
 if behaviour == "raise":
     raise RuntimeError("no such luck")
+if behaviour == "full":
+    print("torch.OutOfMemoryError: CUDA out of memory")
+    sys.exit(1)
 if behaviour == "bar":
     print("builtins.ValueError: bad data")
     print("Training:  0%")
@@ -76,7 +79,8 @@ def test_a_good_run_is_finished_and_watched(make, tmp_path):
     [
         ("raise", "exit code 1 after 3 of 3 updates: RuntimeError: no such luck; see "),
         ("bar", "exit code 1 after 3 of 3 updates: builtins.ValueError: bad data; see "),
-        ("killed", "killed by SIGKILL after 3 of 3 updates; see "),
+        ("killed", "killed by SIGKILL (a system that lacks memory does that) after 3 of 3 updates; see "),
+        ("full", "out of memory after 3 of 3 updates: torch.OutOfMemoryError: CUDA out of memory; see "),
         ("short", "ended well, but recorded 1 updates where the recipe's steps says 3; see "),
     ],
 )
@@ -99,7 +103,7 @@ def test_a_run_that_takes_too_long_is_stopped_with_its_children(make, tmp_path):
 
 
 def test_a_run_that_has_done_its_work_but_stays_is_finished_with_a_note(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_EXIT", 1.0)
+    monkeypatch.setattr(child, "_EXIT", 1.0)
     (run,) = runner.run_all(make("stay"), tmp_path / "out")
     assert (run.status, run.reason) == ("finished", "")
     assert run.note == "recorded every update but did not exit within 1 s, and was stopped"
@@ -154,10 +158,65 @@ def test_features_become_flags(make, tmp_path):
     arm = replace(
         recipe.arms[0], targets=("pi05",), features={"frozen_prefix": False, "compile": True, "x": "y"}
     )
-    words = runner.command(recipe, arm, tmp_path)
+    words = runner.command(recipe, arm, None, 2, tmp_path)
     ours = words[: words.index("--")]
     assert ours[4:8] == ("--target", "pi05", "--target", "step_recorder")
     assert ours[9:] == ("--no-frozen-prefix", "--compile", "--x=y")
+
+
+def test_the_first_repeat_keeps_gradients_and_profiles_the_last_update_of_the_warm_up(make, tmp_path):
+    from dataclasses import replace
+
+    recipe = replace(make("good"), discard=2)
+    looks = [word for word in runner.command(recipe, recipe.arms[0], None, 1, tmp_path) if "record-" in word]
+    assert looks[1:] == ["--record-gradients=1", "--record-profile=2"]
+    bare = replace(recipe, discard=0, gradients=None)
+    looks = [word for word in runner.command(bare, bare.arms[0], None, 1, tmp_path) if "record-" in word]
+    assert looks == [f"--record-steps={tmp_path / 'steps.jsonl'}"]
+
+
+def test_every_batch_is_a_cell_of_its_own(make, tmp_path):
+    recipe = make("good", repeats=2)
+    recipe.path.write_text(
+        recipe.path.read_text()
+        .replace('["{out}"]', '["{out}"]\nbatches: [2, 4]')
+        .replace("[good]", '[good, "{batch}"]')
+    )
+    runs = runner.run_all(load(str(recipe.path)), tmp_path / "out")
+    assert [run.label for run in runs] == ["good-b2-1", "good-b4-1", "good-b4-2", "good-b2-2"]
+    assert [run.command[-1] for run in runs] == ["2", "4", "4", "2"]
+
+
+def test_an_arm_that_fails_the_gate_is_not_run_again(make, tmp_path):
+    asked = []
+
+    def leave_out(runs):
+        asked.append([run.label for run in runs])
+        return {"other"}
+
+    runs = runner.run_all(make("good", "other", repeats=3), tmp_path / "out", leave_out=leave_out)
+    assert [run.label for run in runs] == ["good-1", "other-1", "good-2", "good-3"]
+    assert asked == [["good-1", "other-1"]]
+
+
+def test_the_largest_batch_is_looked_for(make, tmp_path):
+    recipe = make("good")
+    recipe.path.write_text(
+        recipe.path.read_text()
+        .replace('["{out}"]', '["{out}"]\nbatches: [2]\nfind_batch: true')
+        .replace("[good]", '[good, "{batch}"]')
+    )
+    full = (
+        'import sys\nif int(sys.argv[3]) > 11:\n    sys.exit("torch.OutOfMemoryError: CUDA out of memory")\n'
+    )
+    (tmp_path / "host.py").write_text(full + HOST)
+    said = []
+    found = runner.with_found_batches(load(str(recipe.path)), tmp_path / "out", said.append)
+    assert found.batches_of(found.arms[0]) == (2, 10)
+    assert "good at batch 4: fits" in said
+    assert any(line.startswith("good at batch 16: out of memory after 0 of 2 updates") for line in said)
+    runs = runner.run_all(found, tmp_path / "out")
+    assert [run.label for run in runs] == ["good-b2-1", "good-b10-1"]
 
 
 def test_a_slow_arm_is_ended_after_its_own_number_of_updates(make, tmp_path):
@@ -165,5 +224,5 @@ def test_a_slow_arm_is_ended_after_its_own_number_of_updates(make, tmp_path):
     recipe.path.write_text(recipe.path.read_text().replace("targets: none", "targets: none, stop_after: 2"))
     begun = time.monotonic()
     (run,) = runner.run_all(load(str(recipe.path)), tmp_path / "out")
-    assert (run.status, run.note) == ("finished", "ended after 2 updates, as its stop_after says")
+    assert (run.status, run.note) == ("finished", "ended after 2 updates")
     assert time.monotonic() - begun < 20

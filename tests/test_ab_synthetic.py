@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from somaspeed_patch import features
-from somaspeed_patch.ab import synthetic, synthetic_gate, synthetic_recipe
+from somaspeed_patch.ab import synthetic, synthetic_gate, synthetic_recipe, table
 from somaspeed_patch.ab.yaml_reader import RecipeError
 from somaspeed_patch.pi05 import hints
 
@@ -35,6 +36,9 @@ synthetic:
 """
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("synthetic") / "tiny.yaml"
@@ -54,7 +58,7 @@ def results(recipe_file):
     command = [sys.executable, "-m", "somaspeed_patch", "ab", str(recipe_file), "--synthetic", "--profile"]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "gate patched: green" in done.stdout
+    assert "gate patched: green" in done.stderr and "patched: the parity gate is green" in done.stdout
     return json.loads((out / "results.json").read_text())
 
 
@@ -83,15 +87,63 @@ def test_the_profile_adds_up(results):
     assert largest[0] / profile["total_ms"] == pytest.approx(profile["largest"][0]["share"])
 
 
-def test_ratios_are_to_the_best_native_arm(results):
+def test_ratios_are_to_native_arms(results):
     compared = results["comparison"]
-    best = compared["best_native"]
-    assert compared[best["arm"]]["ratio_to_best_native"] == 1.0
-    speed = compared["patched"]["samples_per_second_steady"]
-    assert compared["patched"]["ratio_to_best_native"] == pytest.approx(
-        speed / compared[best["arm"]]["samples_per_second_steady"]
+    (equal,) = compared["arms"]["patched"]["equal_batch"]
+    assert equal["batch"] == 2 and equal["against"] in ("native", "native_checkpointed")
+    cells = {(cell["arm"], cell["batch"]): cell for cell in results["cells"]}
+    ours, theirs = (cells[arm, 2]["samples_per_second"]["repeats"] for arm in ("patched", equal["against"]))
+    assert equal["ratio_by_repeat"] == [a / b for a, b in zip(ours, theirs, strict=True)]
+    assert equal["low"] <= equal["ratio"] <= equal["high"]
+    best = compared["arms"]["patched"]["best_batch"]
+    assert (best["against"], best["against_batch"]) == tuple(compared["best_native"].values())
+    assert cells["patched", 2]["tflops"] == pytest.approx(
+        cells["patched", 2]["tflop_per_sample"] * cells["patched", 2]["samples_per_second"]["median"]
     )
-    assert set(compared["patched"]["ratio_at_equal_batch"]) == {"2"}
+
+
+def test_a_killed_run_takes_over_finished_repeats(results, recipe_file, monkeypatch):
+    """With every repeat there, nothing is gated or measured again; a recipe that says otherwise is."""
+    monkeypatch.setattr(synthetic.Subject, "update", None)
+    monkeypatch.setattr(synthetic.Subject, "loss_and_gradients", None)
+    recipe, out, told = synthetic_recipe.load(str(recipe_file)), recipe_file.parent / "out", []
+    found = synthetic.run(recipe, device=CPU, say=told.append, out=out)
+    assert found["cells"] == results["cells"] and found["gate"] == results["gate"]
+    other = synthetic.run(replace(recipe, steps=3), device=CPU, say=told.append, out=out)
+    assert "TypeError" in other["gate"]["patched"]["reasons"][0]
+
+
+def test_an_interrupted_repeat_alone_is_run_again(results, recipe_file):
+    out = recipe_file.parent / "out"
+    (out / "step" / "native-b4-2.json").unlink()
+    found = synthetic.run(synthetic_recipe.load(str(recipe_file)), device=CPU, say=lambda line: None, out=out)
+    again, before = ({(c["arm"], c["batch"]): c for c in one["cells"]} for one in (found, results))
+    assert again["patched", 2] == before["patched", 2]
+    repeats = again["native", 4]["samples_per_second"]["repeats"]
+    assert repeats[0] == before["native", 4]["samples_per_second"]["repeats"][0] and len(repeats) == 2
+
+
+def test_the_largest_batch_of_an_arm_is_found_and_measured(recipe_file, monkeypatch):
+    text = "native: { batches: [2, 4] }", "native: { batches: [2], find_batch: true }"
+    recipe = synthetic_recipe.load(changed(recipe_file, *text)).chosen("native", 1)
+    update = synthetic.Subject.update
+
+    def full(self, batch):
+        if len(batch["action"]) > 5:
+            raise torch.OutOfMemoryError("full")
+        return update(self, batch)
+
+    monkeypatch.setattr(synthetic.Subject, "update", full)
+    found = synthetic.run(recipe, device=CPU, say=lambda line: None)
+    assert [cell["batch"] for cell in found["cells"]] == [2, 5]
+
+
+def test_the_baseline_against_itself_states_an_interval(recipe_file):
+    recipe = synthetic_recipe.load(str(recipe_file)).chosen("native", 2).against_itself()
+    found = synthetic.run(recipe, device=CPU, say=lambda line: None)
+    ratios = found["comparison"]["arms"]["native_again"]["equal_batch"]
+    assert [ratio["against"] for ratio in ratios] == ["native", "native"]
+    assert all(ratio["low"] < ratio["high"] for ratio in ratios) and found["gate"] == {}
 
 
 def test_a_red_gate_has_no_figures(recipe_file, monkeypatch):
@@ -102,10 +154,13 @@ def test_a_red_gate_has_no_figures(recipe_file, monkeypatch):
         return judge(exact, native, (ours[0], {name: 2 * gradient for name, gradient in ours[1].items()}))
 
     monkeypatch.setattr(synthetic_gate, "judge", doubled)
-    found = synthetic.run(recipe, device=torch.device("cpu"), say=lambda line: None)
+    found = synthetic.run(recipe, device=CPU, say=lambda line: None)
     assert not found["gate"]["patched"]["green"]
-    assert {cell["arm"] for cell in found["cells"]} == {"native"}
-    assert "RED, no figures" in synthetic.table(found)
+    (red,) = [cell for cell in found["cells"] if cell["arm"] == "patched"]
+    assert "samples_per_second" not in red and red["withheld"][0].startswith(
+        "the parity gate is red: the gradi"
+    )
+    assert "the parity gate is RED, so no speed is given" in table.markdown(found)
 
 
 def test_an_arm_that_does_not_fit_is_a_line_and_the_others_run(recipe_file, monkeypatch):
@@ -118,9 +173,9 @@ def test_an_arm_that_does_not_fit_is_a_line_and_the_others_run(recipe_file, monk
         return update(self, batch)
 
     monkeypatch.setattr(synthetic.Subject, "update", full)
-    found = synthetic.run(recipe, device=torch.device("cpu"), say=lambda line: None)
-    assert [cell.get("failure") for cell in found["cells"]] == [None, "out of memory"]
-    assert "out of memory" in synthetic.table(found)
+    found = synthetic.run(recipe, device=CPU, say=lambda line: None)
+    assert [cell["failure"] for cell in found["cells"]] == ["", "out of memory"]
+    assert found["comparison"]["arms"]["native"]["withheld"] == ["batch 4: out of memory"]
 
 
 def test_an_arm_that_fails_at_the_gate_is_red_and_the_others_run(recipe_file, monkeypatch):
@@ -133,10 +188,10 @@ def test_an_arm_that_fails_at_the_gate_is_red_and_the_others_run(recipe_file, mo
         return loss_and_gradients(self, batch)
 
     monkeypatch.setattr(synthetic.Subject, "loss_and_gradients", refuse)
-    found = synthetic.run(recipe, device=torch.device("cpu"), say=lambda line: None)
-    assert found["gate"]["patched"] == {"green": False, "failure": "failed: RuntimeError: no such kernel"}
-    assert {cell["arm"] for cell in found["cells"]} == {"native"}
-    assert "RED failed: RuntimeError: no such kernel, no figures" in synthetic.table(found)
+    found = synthetic.run(recipe, device=CPU, say=lambda line: None)
+    said = "it failed: RuntimeError: no such kernel"
+    assert found["gate"]["patched"] == {"green": False, "reasons": [said]}
+    assert said in table.markdown(found)
 
 
 @pytest.mark.parametrize("padding", [None, "right"])

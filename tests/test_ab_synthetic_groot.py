@@ -212,7 +212,7 @@ def test_arms_of_other_batch_sizes_have_static_graphs_of_their_own():
         return graph.forward
 
     double = torch.compile(lambda x: x * 2, backend=backend)
-    with synthetic._graphs_of_one_run():
+    with synthetic.graphs_of_one_run():
         for size in range(2, 14):
             assert double(torch.ones(size)).sum() == 2 * size
     assert graphs == [[(size,)] for size in range(2, 14)]
@@ -222,7 +222,7 @@ def test_the_command_gates_and_measures_every_arm(recipe_file, capsys):
     out = recipe_file.parent / "out"
     assert cli.main(["ab", str(recipe_file), "--synthetic", "--repeats", "1", "--out", str(out)]) == 0
     found = json.loads((out / "results.json").read_text())
-    assert "gate patched_padded: green" in capsys.readouterr().out
+    assert "patched_padded: the parity gate is green" in capsys.readouterr().out
     assert {name: verdict["green"] for name, verdict in found["gate"].items()} == {
         "patched": True,
         "patched_bf16": True,

@@ -10,8 +10,9 @@ number of samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from somaspeed_patch.ab.recipe import Tolerance
 from somaspeed_patch.ab.steps import Series, Step
@@ -45,6 +46,10 @@ class Verdict:
     """per quantity, of the arm against the baseline; empty when they could not be compared"""
     noise: dict[str, Difference]
     """per quantity, between repeats of the baseline; empty with one repeat"""
+    gradient: Mapping[str, Any] | None = None
+    """of the parameter nearest to or beyond its allowance, at one update; None: not compared"""
+    notes: tuple[str, ...] = ()
+    """what could not be compared, and why"""
 
 
 def judge(

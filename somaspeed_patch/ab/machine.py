@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,33 @@ def command_line() -> list[str]:
     words = iter(sys.argv[1:])
     kept = [word for word in words if not (word == "--out" and next(words, None))]
     return [*program, *(word for word in kept if not word.startswith("--out="))]
+
+
+def accelerators() -> dict[str, Any]:
+    """The GPUs by nvidia-smi, their driver and links; empty lists where it does not answer.
+
+    Returns: `gpus`, each with name, memory_gib and driver; `links`, the matrix of `nvidia-smi topo -m`: X on
+        the diagonal, NV18, NODE, SYS and so on elsewhere.
+    """
+    listed = _smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+    rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines()]
+    gpus = [
+        {"name": name, "memory_gib": float(mib) / 1024, "driver": driver}
+        for name, mib, driver in (row for row in rows if len(row) == 3)
+    ]
+    return {"gpus": gpus, "links": _links(_smi("topo", "-m"), len(gpus))}
+
+
+def _links(matrix: str, count: int) -> list[list[str]]:
+    """The first `count` columns of the lines that begin with GPU0, GPU1, ..."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
+    rows = [words for words in lines if words and re.fullmatch(r"GPU\d+", words[0])]
+    return [words[1 : count + 1] for words in rows if len(words) > count and not words[1].startswith("GPU")]
+
+
+def _smi(*words: str) -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

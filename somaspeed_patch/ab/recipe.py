@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from somaspeed_patch.ab.arms import NOBODY, Arm, batches
+from somaspeed_patch.ab.arms import read as read_arms
 from somaspeed_patch.ab.yaml_reader import (
     RecipeError,
     Section,
     nearest,
     number,
+    switch,
     text,
     texts,
     variables,
     whole,
 )
 from somaspeed_patch.adapter import Adapter, adapters
-from somaspeed_patch.features import Value
-
-Targets = tuple[str, ...] | None
-
-NOBODY = "none"  # `against: none`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +33,8 @@ class Tolerance:
     """of the loss; the default is for fp32"""
     grad_norm: float = 1e-4
     """of the gradient norm before clipping; the default is for fp32"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to run the recipe."""
-
-    name: str
-    """as in the table"""
-    targets: Targets
-    """adapters to switch on; None: those that patch() picks; empty: native"""
-    features: Mapping[str, Value]
-    """settings of the adapters' features"""
-    arguments: tuple[str, ...]
-    """host arguments after the recipe's own, so they win"""
-    environment: Mapping[str, str]
-    """variables on top of the recipe's"""
-    against: str | None = None
-    """the arm to compare with, or NOBODY where this one trains on other data; None: the first arm"""
-    stop_after: int | None = None
-    """updates after which its runs are ended, for a slow arm; None: the recipe's steps"""
-    discard: int | None = None
-    """first updates left out of its figures; None: the recipe's"""
+    gradient: float = 1e-4
+    """of every parameter's gradient, at one update; the default is for fp32"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +67,16 @@ class Recipe:
     """the first one is the baseline"""
     loader: Mapping[str, str]
     """arms, and for each the arm that does the same work on cached batches"""
+    batches: tuple[int, ...] = ()
+    """for {batch} in the arguments, as the host counts it; empty: the arguments say it themselves"""
+    find_batch: bool = False
+    """whether every arm also runs at the largest batch that it fits"""
+    gradients: int | None = 1
+    """the update whose gradients are compared one by one; None: none"""
+    cool_seconds: float = 0.0
+    """rest between two runs, for a device that runs slower when it is hot"""
+    necessary_tflop_per_sample: float | None = None
+    """work of one sample's update that the gradient needs; None: nobody counted it"""
 
     @property
     def baseline(self) -> Arm:
@@ -102,6 +90,24 @@ class Recipe:
     def discarded(self, arm: Arm) -> int:
         """How many of them are left out of its figures."""
         return self.discard if arm.discard is None else arm.discard
+
+    @property
+    def cells(self) -> list[tuple[Arm, int | None]]:
+        """What is run: every arm at every batch of its own."""
+        return [(arm, batch) for arm in self.arms for batch in self.batches_of(arm) or (None,)]
+
+    def batches_of(self, arm: Arm) -> tuple[int, ...]:
+        """Its own, or the recipe's."""
+        return self.batches if arm.batches is None else arm.batches
+
+    def finds_batch(self, arm: Arm) -> bool:
+        """Whether the largest batch of `arm` is looked for."""
+        return self.find_batch if arm.find_batch is None else arm.find_batch
+
+    def against_itself(self) -> Recipe:
+        """The baseline and nothing but the baseline: what it reports is the noise of this machine."""
+        again = replace(self.baseline, name=f"{self.baseline.name}_again")
+        return replace(self, arms=(self.baseline, again), loader={})
 
     def reference(self, arm: Arm) -> str | None:
         """The arm that `arm` is compared with; None for the baseline, and when it is NOBODY or not chosen."""
@@ -130,7 +136,7 @@ def load(name_or_path: str) -> Recipe:
     top = Section.of_file(path)
     top.allow(_KEYS)
     steps = top.get("steps", whole, "the number of updates of a run")
-    arms = _arms(top)
+    arms = read_arms(top)
     recipe = Recipe(
         name=path.stem,
         path=path,
@@ -140,17 +146,46 @@ def load(name_or_path: str) -> Recipe:
         environment=top.get("environment", variables, "a mapping of names to values", {}),
         steps=steps,
         discard=top.get("discard", lambda value: whole(value, 0), "a whole number of updates", 5),
-        repeats=top.get("repeats", whole, "a whole number of runs", 2),
+        repeats=top.get("repeats", whole, "a whole number of runs", 3),
         timeout_seconds=top.get("timeout_seconds", number, "seconds", 3600.0),
-        tolerance=_tolerance(top.section("tolerance", "a mapping of loss and grad_norm")),
+        tolerance=_tolerance(top.section("tolerance", "a mapping of loss, grad_norm and gradient")),
         arms=arms,
         loader=_loader(top, arms),
+        batches=batches(top) or (),
+        find_batch=top.get("find_batch", switch, "true or false", False),
+        gradients=_gradients(top),
+        cool_seconds=top.get("cool_seconds", number, "seconds", 0.0),
+        necessary_tflop_per_sample=_tflop(top),
     )
-    for arm in arms:
+    _check(top, recipe)
+    return recipe
+
+
+def _gradients(top: Section) -> int | None:
+    if "gradients" in top.names and top.plain("gradients") == NOBODY:
+        return None
+    return top.get("gradients", whole, "the number of an update, or none", Recipe.gradients)
+
+
+def _tflop(top: Section) -> float | None:
+    if "necessary_tflop_per_sample" not in top.names:
+        return None
+    return top.get("necessary_tflop_per_sample", number, "a number of TFLOP, for example 2.75")
+
+
+def _check(top: Section, recipe: Recipe) -> None:
+    """What no key can say by itself."""
+    for arm in recipe.arms:
         left, out = recipe.updates(arm), recipe.discarded(arm)
         if out >= left:
             top.fail("discard", f"must leave at least one of the {left} updates of {arm.name}, but is {out}")
-    return recipe
+        wanted = any("{batch}" in word for word in (*recipe.arguments, *arm.arguments))
+        if wanted and not recipe.batches_of(arm):
+            top.fail("batches", f"missing: the arguments of {arm.name} have {{batch}}")
+        if recipe.batches_of(arm) and not wanted:
+            top.fail("batches", f"the arguments of {arm.name} have no {{batch}} to put them in")
+        if recipe.finds_batch(arm) and not wanted:
+            top.fail("find_batch", f"the arguments of {arm.name} have no {{batch}} to try others in")
 
 
 _KEYS = (
@@ -165,9 +200,13 @@ _KEYS = (
     "tolerance",
     "arms",
     "loader",
+    "batches",
+    "find_batch",
+    "gradients",
+    "cool_seconds",
+    "necessary_tflop_per_sample",
     "synthetic",  # read by synthetic_recipe.py
 )
-_ARM_KEYS = ("targets", "features", "arguments", "environment", "against", "stop_after", "discard")
 
 
 def find(name_or_path: str) -> Path:
@@ -188,61 +227,12 @@ def find(name_or_path: str) -> Path:
 def _tolerance(section: Section | None) -> Tolerance:
     if section is None:
         return Tolerance()
-    section.allow(("loss", "grad_norm"))
+    names = tuple(field.name for field in fields(Tolerance))
+    section.allow(names)
     expected = "a relative tolerance, for example 1.0e-5"
     return Tolerance(
-        loss=section.get("loss", number, expected, Tolerance.loss),
-        grad_norm=section.get("grad_norm", number, expected, Tolerance.grad_norm),
+        **{name: section.get(name, number, expected, getattr(Tolerance, name)) for name in names}
     )
-
-
-def _arms(top: Section) -> tuple[Arm, ...]:
-    section = top.section("arms", "a mapping of arm names to their settings")
-    if section is None or not section.names:
-        top.fail(
-            "arms",
-            "missing; expected at least one arm, the first is the baseline, for example native, patched",
-        )
-    return tuple(_arm(section, name) for name in section.names)
-
-
-def _arm(arms: Section, name: str) -> Arm:
-    if not name.replace("_", "").replace("-", "").isalnum():
-        arms.fail(name, "an arm's name names a folder: use letters, digits, - and _")
-    section = arms.section(name, "a mapping with targets, and if needed features, arguments, environment")
-    if section is None:
-        raise KeyError(name)
-    section.allow(_ARM_KEYS)
-    return Arm(
-        name=name,
-        targets=_targets(section),
-        features=features_of(section),
-        arguments=section.get("arguments", texts, "a list of host arguments", ()),
-        environment=section.get("environment", variables, "a mapping of names to values", {}),
-        against=_against(section, name, arms.names),
-        stop_after=_count(section, "stop_after", 1),
-        discard=_count(section, "discard", 0),
-    )
-
-
-def _count(section: Section, key: str, least: int) -> int | None:
-    """A number of updates, or None where the recipe's own counts."""
-    if key not in section.names:
-        return None
-    return section.get(key, lambda value: whole(value, least), f"a whole number of updates from {least} on")
-
-
-def _against(section: Section, name: str, names: tuple[str, ...]) -> str | None:
-    """Checked: the first arm has none, and every other one names another arm, or NOBODY."""
-    if "against" not in section.names:
-        return None
-    if name == names[0]:
-        section.fail("against", "the first arm is the baseline; leave it out")
-    found = section.get("against", text, "an arm, or none")
-    others = [other for other in names if other != name]
-    if found not in (*others, NOBODY):
-        section.fail("against", f"no other arm is called {found!r}{nearest(found, (*others, NOBODY))}")
-    return found
 
 
 def _loader(top: Section, arms: tuple[Arm, ...]) -> Mapping[str, str]:
@@ -260,39 +250,13 @@ def _loader(top: Section, arms: tuple[Arm, ...]) -> Mapping[str, str]:
     return twins
 
 
-def _targets(section: Section) -> Targets:
-    expected = "none, default, or a list of adapters"
-    if "targets" in section.names and section.plain("targets") in ("none", "default"):
-        return () if section.plain("targets") == "none" else None
-    names = section.get("targets", texts, expected)
-    for name in names:
-        if name not in adapters():
-            section.fail("targets", f"no adapter is called {name!r}{nearest(name, adapters())}")
-    return names
-
-
-def features_of(section: Section) -> Mapping[str, Value]:
-    """The `features` of an arm: only declared ones, each with a value of its kind."""
-    features = section.section("features", "a mapping of features to on, off or a value")
-    if features is None:
-        return {}
-    declared = {feature.name: feature for adapter in adapters().values() for feature in adapter.features}
-    features.allow(declared)
-    values: dict[str, Value] = {name: features.plain(name) for name in features.names}
-    for name, value in values.items():
-        if isinstance(declared[name].default, bool) != isinstance(value, bool):
-            kind = "on or off" if isinstance(declared[name].default, bool) else "a quoted value"
-            features.fail(name, f"expected {kind}, but is {value!r}")
-    return values
-
-
 def default_adapters() -> list[Adapter]:
     """What patch() without targets switches on here."""
     return [adapter for adapter in adapters().values() if adapter.default and adapter.misfit() is None]
 
 
 def fill(words: tuple[str, ...], **values: Any) -> list[str]:
-    """Replace {assets}, {out} and {steps}; other braces, such as JSON's, stay."""
+    """Replace {assets}, {out}, {steps} and {batch}; other braces, such as JSON's, stay."""
     values = {"assets": Path(str(files("somaspeed_patch.recipes"))) / "assets", **values}
     filled = list(words)
     for key, value in values.items():

@@ -15,12 +15,16 @@ Logging, checkpoints and evaluation lie between two updates and are counted in n
 is an event on the current stream and the end is one synchronize; on a CPU the marks are wall-clock. A mark
 that the host never reaches leaves its time to the phase before. Loaders used under no_grad (evaluation) are
 not updates. At exit rank 0 saves the report of patched sites beside the steps.
+
+Updates are counted from 1, the first of this run, also where the host resumes at a later step: so
+`record_gradients` and `record_profile` name the one update whose gradients are saved, or that is profiled.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import re
 import resource
 import sys
 import time
@@ -34,6 +38,8 @@ import torch
 from accelerate.state import PartialState
 
 from somaspeed_patch import features, patching, sites
+from somaspeed_patch.ab import recorder_gradients
+from somaspeed_patch.ab.recorder_profile import UpdateProfile
 
 REPORT = "somaspeed_report.json"
 PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
@@ -65,6 +71,7 @@ class _Mark:
 class _Update:
     """What is known so far of the update under way."""
 
+    profile: UpdateProfile | None = None
     at: float = field(default_factory=time.time)
     marks: list[tuple[str, _Mark]] = field(default_factory=list)
     """the beginning of each phase, in order"""
@@ -72,6 +79,10 @@ class _Update:
     loss: torch.Tensor | None = None
     grad_norm: Any = None
     lr: float | None = None
+    accelerator: Any = None
+    """that ran the backward"""
+    gradients_complete: bool = False
+    """the first call after the last backward was seen"""
 
     def phases(self, end: _Mark) -> dict[str, float]:
         """Seconds of each phase."""
@@ -99,11 +110,14 @@ class Recorder:
         self._path = path
         self._file: IO[str] | None = None
         self._update: _Update | None = None
+        self._number = 1
 
     def begin(self) -> None:
         """A batch is asked for: start an update, unless one is under way."""
         if self._update is None:
-            self._update = _Update()
+            _chosen("record_gradients")  # a wrong value stops the run here, before any work is lost
+            chosen = _chosen("record_profile") == self._number
+            self._update = _Update(profile=UpdateProfile(cuda=_on_cuda()) if chosen else None)
         self.mark("data")
 
     def mark(self, phase: str) -> None:
@@ -123,6 +137,22 @@ class Recorder:
             before = self._update.loss
             self._update.loss = loss if before is None else before + loss
 
+    def gradients_complete(self, accelerator: Any = None) -> None:
+        """Clipping or the optimizer is about to begin: save the gradients, if they are those of the update.
+
+        Args:
+            accelerator: None: the one that ran the backward.
+        """
+        update = self._update
+        if update is None or update.gradients_complete:
+            return
+        accelerator = update.accelerator if accelerator is None else accelerator
+        if accelerator is None or not accelerator.sync_gradients:  # of a micro-batch that is not the last
+            return
+        update.gradients_complete = True
+        if _chosen("record_gradients") == self._number:
+            recorder_gradients.save(accelerator, Path(self._path).parent)
+
     def end(self, known: _Ended) -> None:
         """Finish the update and write its line."""
         update, self._update = self._update, None
@@ -134,10 +164,15 @@ class Recorder:
             torch.cuda.synchronize()
             finished = time.perf_counter()
         seconds = {**update.phases(end), "total": finished - first.wall}
-        self._write(_record(update, known, seconds))
+        profiled = {} if update.profile is None else {"profile": update.profile.finish()}
+        self._write({**_record(update, known, seconds), **profiled})
+        self._number += 1
 
     def close(self) -> None:
         """Close the file; the next update would start it afresh."""
+        update, self._update = self._update, None
+        if update is not None and update.profile is not None:
+            update.profile.finish()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -178,6 +213,22 @@ def _record(update: _Update, known: _Ended, seconds: Mapping[str, float]) -> dic
         "world": state.num_processes,
         "device": torch.cuda.get_device_name() if _on_cuda() else "cpu",
     }
+
+
+def _chosen(feature: str) -> int | None:
+    """The number of the update that a feature names, or None.
+
+    Raises: ValueError: its value is no such number.
+    """
+    value = features.value(feature)
+    if value is None:
+        return None
+    if not re.fullmatch("[1-9][0-9]*", str(value)):
+        raise ValueError(
+            f"step_recorder: {feature} must be the number of an update, a whole number of at least 1, but is "
+            f"{value!r}; for the first update give 1"
+        )
+    return int(value)
 
 
 def _on_cuda() -> bool:
@@ -254,18 +305,21 @@ def _backward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     loss = args[0] if args else kwargs["loss"]
     _current().mark("backward")
     _current().add_loss(loss.detach())
+    _current().note(accelerator=instance)
     result = wrapped(*args, **kwargs)
     _current().mark("optimizer")
     return result
 
 
 def _clip(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    _current().gradients_complete(instance)
     grad_norm = wrapped(*args, **kwargs)
     _current().note(grad_norm=grad_norm)
     return grad_norm
 
 
 def _optimizer_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    _current().gradients_complete()  # for hosts that do not clip
     _current().note(lr=float(instance.param_groups[0]["lr"]))
     return wrapped(*args, **kwargs)
 

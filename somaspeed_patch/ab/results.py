@@ -1,280 +1,212 @@
-"""Figures of an A/B, over repeats.
+"""The results of an A/B of real training runs, as plain data; recipes/README.md names every field.
 
-    samples_per_second_steady = global batches / the slowest rank's seconds, without the first updates
-    ratio                     = median of the arm over repeats / median of the baseline
+    samples_per_second = global batches / the slowest rank's seconds, without the first updates
+    ratio              = geometric mean over interleaved repeats of the arm over the one it is compared with
 
-A red gate withholds every speed figure of that arm. All speeds include the loader and the optimizer. An arm
-that trains on other data has `against` in the recipe: it is compared with that arm, or with none.
+A red gate leaves an arm without any speed. All speeds include the loader and the optimizer.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from somaspeed_patch._version import __version__
-from somaspeed_patch.ab import machine
-from somaspeed_patch.ab.gate import Verdict, judge
-from somaspeed_patch.ab.recipe import Arm, Recipe
-from somaspeed_patch.ab.runner import FINISHED, Run
-from somaspeed_patch.ab.steps import Series, Update, read
+from somaspeed_patch.ab import cell_runs, machine, published, withheld
+from somaspeed_patch.ab.arms import settings
+from somaspeed_patch.ab.cell_runs import CellRuns
+from somaspeed_patch.ab.comparison import compare
+from somaspeed_patch.ab.gate import Verdict
+from somaspeed_patch.ab.peaks import peak_tflops
+from somaspeed_patch.ab.ratios import spread
+from somaspeed_patch.ab.recipe import Recipe, fill
+from somaspeed_patch.ab.runner import Run
+from somaspeed_patch.ab.verdicts import cells_of, verdicts
 
-PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
-GIB = 2.0**30
-_LOADER_COST = 0.1  # an arm that is faster by more than this part on cached batches is loader-bound
-_LOADER_SHARE = 0.5  # data and preprocess above this part of the step: the loader decides the speed
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmRuns:
-    """The finished runs of one arm, in order of repeat."""
-
-    name: str
-    runs: tuple[Run, ...]
-    series: tuple[Series, ...]
-    failure: str
-    updates: int
-    """of each run"""
-    discard: int
-    """first updates left out of the figures"""
-
-    @classmethod
-    def of(cls, recipe: Recipe, arm: Arm, runs: Sequence[Run]) -> ArmRuns:
-        """Read the steps of the runs of `arm`."""
-        mine = sorted((run for run in runs if run.arm == arm.name), key=lambda run: run.repeat)
-        finished = tuple(run for run in mine if run.status == FINISHED)
-        failures = [f"run {run.repeat}: {run.reason}" for run in mine if run.status != FINISHED]
-        return cls(
-            name=arm.name,
-            runs=finished,
-            # a run that is cut may have recorded one more
-            series=tuple(read(run.steps_file).first(recipe.updates(arm)) for run in finished),
-            failure="; ".join(failures),
-            updates=recipe.updates(arm),
-            discard=recipe.discarded(arm),
-        )
+SCHEMA = 2
 
 
 def build(recipe: Recipe, runs: Sequence[Run]) -> dict[str, Any]:
-    """Everything there is to say about these runs, as plain data; see recipes/README.md for the fields."""
-    arms = {arm.name: ArmRuns.of(recipe, arm, runs) for arm in recipe.arms}
-    compared = {arm.name: arms[other] for arm in recipe.arms if (other := recipe.reference(arm))}
-    verdicts = {
-        name: _judge(recipe, other, arms[name])
-        for name, other in compared.items()
-        if not (other.failure or arms[name].failure)
+    """Everything there is to say about these runs."""
+    measured = cells_of(recipe, runs)
+    gate = verdicts(recipe, measured)
+    cells = [_cell(recipe, cell, gate.get(cell.arm.name)) for cell in measured.values()]
+    _add_loaders(recipe, cells)
+    for cell in cells:
+        _add_withheld(cell, gate.get(cell["arm"]))
+    references = {arm.name: recipe.reference(arm) for arm in recipe.arms}
+    found: dict[str, Any] = {
+        **head("trainer"),
+        "machine": {**machine.processor(), **machine.accelerators(), "devices": _devices(measured.values())},
+        "recipe": _recipe(recipe),
+        "gate": {name: asdict(verdict) for name, verdict in gate.items()},
+        "cells": cells,
+        "comparison": compare(cells, baseline=recipe.baseline.name, references=references),
+        "published": published.entries(cells, baseline=recipe.baseline.name, target_steps=recipe.steps),
     }
-    shown = [
-        arm for name, arm in arms.items() if name not in compared or name in verdicts and verdicts[name].green
-    ]
-    found = {
+    shown: dict[str, Any] = plain(found, _short_paths(recipe, runs))
+    return shown
+
+
+def head(kind: str) -> dict[str, Any]:
+    """What every results.json begins with."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
         "somaspeed": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": machine.command_line(),
-        "recipe": _recipe(recipe),
-        "versions": machine.versions(),
-        "machine": {**machine.processor(), "devices": _devices(arms.values())},
         "commit": machine.commit(),
-        "gate": {name: asdict(verdict) for name, verdict in verdicts.items()},
-        "arms": {name: _arm(arm, speed=arm in shown) for name, arm in arms.items()},
-        "comparison": _comparison(recipe, arms, shown),
-        "loader": _loader(recipe, shown),
+        "versions": machine.versions(),
     }
-    plain: dict[str, Any] = _strict(found)
-    return plain
 
 
-def _strict(value: Any) -> Any:
-    """The same data with nan and inf as words: JSON has no numbers for them."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+def plain(value: Any, short: Mapping[str, str]) -> Any:
+    """The same data as it may be shown and committed.
+
+    nan and inf become words, for which JSON has no numbers; paths of this machine what `short` says.
+    """
+    if isinstance(value, Mapping):
+        return {key: plain(item, short) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
+        return [plain(item, short) for item in value]
+    if isinstance(value, str):
+        return functools.reduce(lambda text, path: text.replace(path, short[path]), short, value)
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short_paths(recipe: Recipe, runs: Sequence[Run]) -> dict[str, str]:
+    """The longest first, so that none hides within another."""
+    folders = {str(Path(run.folder).parents[1]): "OUT" for run in runs}
+    known = {
+        **folders,
+        sys.executable: "python",
+        fill(("{assets}",))[0]: "{assets}",
+        f"{recipe.path.parent}/": "",
+        str(Path.home()): "~",
+    }
+    return dict(sorted(known.items(), key=lambda pair: -len(pair[0])))
 
 
 def exit_code(results: Mapping[str, Any]) -> int:
     """0: all gates are green; 1: an arm failed; 3: a gate is red."""
     if any(not verdict["green"] for verdict in results["gate"].values()):
         return 3
-    return 1 if any(arm["failure"] for arm in results["arms"].values()) else 0
+    return 1 if any(cell["failure"] for cell in results["cells"]) else 0
 
 
-def samples_per_second(updates: Sequence[Update], discard: int) -> float:
-    """Samples over seconds of the updates after the first `discard`."""
-    steady = updates[discard:]
-    seconds = sum(update.seconds["total"] for update in steady)
-    return sum(update.samples for update in steady) / seconds
+def work(
+    tflop_per_sample: float | None, samples_per_second: float | None, devices: Sequence[str], ranks: int
+) -> dict[str, float | None]:
+    """Necessary TFLOP a sample, TFLOP/s of one device, and its share of the datasheet's peak."""
+    rate = None
+    if tflop_per_sample is not None and samples_per_second is not None:
+        rate = tflop_per_sample * samples_per_second / ranks
+    peak = peak_tflops(devices[0]) if len(devices) == 1 else None
+    mfu = None if rate is None or peak is None else rate / peak
+    return {"tflop_per_sample": tflop_per_sample, "tflops": rate, "mfu": mfu}
 
 
-def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile with linear interpolation between values, as numpy's default."""
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, p20, p80 and the values themselves."""
+def _cell(recipe: Recipe, cell: CellRuns, verdict: Verdict | None) -> dict[str, Any]:
+    """One arm at one batch: runs, memory, sites; and when they may be shown, speed and phases."""
+    shown = cell.ran and (verdict is None or verdict.green)
+    fast = cell_runs.speeds(cell) if shown else {}
+    first = cell.series[0].updates()[:1] if cell.series else []
+    ranks = len(cell.series[0].ranks) if cell.series else 1
+    speed = fast["samples_per_second"]["median"] if shown else None
     return {
-        "median": statistics.median(values),
-        "p20": quantile(values, 0.2),
-        "p80": quantile(values, 0.8),
-        "repeats": list(values),
+        "arm": cell.arm.name,
+        "batch": cell.batch,
+        "native": cell.arm.native,
+        "settings": settings(cell.arm),
+        "failure": cell.failure,
+        "notes": [f"run {run.repeat}: {run.note}" for run in cell.runs if run.note],
+        "repeats": len(cell.runs),
+        "world_size": ranks,
+        "global_batch": first[0].samples if first else None,
+        "completed_steps": min((series.completed for series in cell.series), default=0),
+        "updates": cell.updates,
+        "discarded": cell.discard,
+        "setup_seconds": spread(cell_runs.setups(cell)) if cell.ran else None,
+        **cell_runs.memory(cell),
+        **fast,
+        **_profile(cell, fast, ranks),
+        **work(recipe.necessary_tflop_per_sample, speed, _devices([cell]), ranks),
+        "loader": None,
+        "loss": cell_runs.losses(cell),
+        "sites": cell_runs.sites(cell),
+        "runs": [asdict(run) for run in cell.runs],
     }
 
 
-def loader_bound(phases: Mapping[str, float], total: float) -> str | None:
-    """A sentence when waiting for data and preprocessing is most of the step, else None."""
-    waiting = phases["data"] + phases["preprocess"]
-    if waiting <= _LOADER_SHARE * total:
-        return None
-    return (
-        f"loader-bound: data and preprocessing take {waiting / total:.0%} of the step, so the ratio says "
-        "little about the model's speed; try more workers"
-    )
-
-
-def _loader(recipe: Recipe, shown: Sequence[ArmRuns]) -> dict[str, Any]:
-    """For each arm with a twin on cached batches: both speeds, and what bounds the arm."""
-    speeds = {arm.name: _speeds(arm)["samples_per_second"]["median"] for arm in shown if arm.series}
-    pairs = {name: twin for name, twin in recipe.loader.items() if name in speeds and twin in speeds}
+def _profile(cell: CellRuns, fast: Mapping[str, Any], ranks: int) -> dict[str, float | None]:
+    """The profiled update's kernels against a step that nobody watched; one rank has nobody to talk to."""
+    found = cell_runs.profile(cell) if fast else {}
+    busy = found.get("busy_seconds")
+    talk = found if ranks > 1 else {}
     return {
-        name: {
-            "cached": twin,
-            "samples_per_second": speeds[name],
-            "samples_per_second_cached": speeds[twin],
-            "bound": "loader" if speeds[twin] > (1 + _LOADER_COST) * speeds[name] else "compute",
-        }
-        for name, twin in pairs.items()
+        "busy_share": None if busy is None else min(1.0, busy / fast["step_seconds"]["median"]),
+        "communication_seconds": talk.get("communication_seconds"),
+        "exposed_communication_seconds": talk.get("exposed_communication_seconds"),
     }
 
 
-def _judge(recipe: Recipe, baseline: ArmRuns, arm: ArmRuns) -> Verdict:
-    """Over the updates that both have."""
-    common = min(baseline.updates, arm.updates)
-    return judge(
-        [series.first(common) for series in baseline.series],
-        [series.first(common) for series in arm.series],
-        steps=common,
-        tolerance=recipe.tolerance,
-        names=(baseline.name, arm.name),
+def _add_loaders(recipe: Recipe, cells: Sequence[dict[str, Any]]) -> None:
+    """For each cell whose arm has a twin on cached batches: both speeds, and what bounds it."""
+    speeds = {
+        (cell["arm"], cell["batch"]): cell["samples_per_second"]["median"]
+        for cell in cells
+        if "samples_per_second" in cell
+    }
+    for cell in cells:
+        mine, twin = (cell["arm"], cell["batch"]), recipe.loader.get(cell["arm"])
+        cached = speeds.get((twin, cell["batch"])) if twin else None
+        if mine in speeds and cached is not None:
+            slow = cached > (1 + withheld.LOADER_COST) * speeds[mine]
+            cell["loader"] = {
+                "cached": twin,
+                "samples_per_second": speeds[mine],
+                "samples_per_second_cached": cached,
+                "bound": "loader" if slow else "compute",
+            }
+
+
+def _add_withheld(cell: dict[str, Any], verdict: Verdict | None) -> None:
+    cell["withheld"] = withheld.reasons(
+        native=cell["native"],
+        verdict=None if verdict is None else asdict(verdict),
+        losses=[loss for _, loss in cell["loss"]],
+        sites=cell["sites"],
+        phases=cell.get("phase_seconds", {}),
+        loader=cell["loader"],
     )
 
 
 def _recipe(recipe: Recipe) -> dict[str, Any]:
-    keys = ("name", "description", "host", "steps", "discard", "repeats")
+    keys = (
+        "name", "description", "host", "steps", "discard", "repeats", "batches", "find_batch", "gradients",
+        "cool_seconds", "necessary_tflop_per_sample",
+    )  # fmt: skip
     return {
         **{key: getattr(recipe, key) for key in keys},
-        "path": str(recipe.path),
+        "path": recipe.path.name,
         "tolerance": asdict(recipe.tolerance),
         "baseline": recipe.baseline.name,
+        "ablations": ablations(recipe.arms),
     }
 
 
-def _devices(arms: Any) -> list[str]:
+def ablations(arms: Sequence[Any]) -> dict[str, str]:
+    """The arms that are another one, their `like`, without a feature: which feature."""
+    return {arm.name: arm.ablates for arm in arms if arm.ablates}
+
+
+def _devices(cells: Any) -> list[str]:
     """Names of the devices trained on."""
-    return sorted({step.device for arm in arms for series in arm.series for step in series.every()})
-
-
-def _arm(arm: ArmRuns, *, speed: bool) -> dict[str, Any]:
-    """Runs, memory, sites; and when they may be shown, speed and phases."""
-    steps = [step for series in arm.series for step in series.every()]
-    figures = _speeds(arm) if speed and arm.series else {}
-    return {
-        "failure": arm.failure,
-        "runs": [asdict(run) for run in arm.runs],
-        "setup_seconds": spread(_setups(arm)) if arm.series else None,
-        "peak_allocated_gib": max(step.peak_bytes for step in steps) / GIB if steps else None,
-        "peak_counts": steps[0].peak_kind if steps else "",
-        "sites": _sites(arm),
-        "updates": arm.updates,
-        "discarded": arm.discard,
-        **figures,
-    }
-
-
-def _speeds(arm: ArmRuns) -> dict[str, Any]:
-    """Samples a second by repeat; median seconds of the step and of its phases over all repeats."""
-    steady = [update for series in arm.series for update in series.updates()[arm.discard :]]
-    medians = {
-        phase: statistics.median(update.seconds[phase] for update in steady) for phase in (*PHASES, "total")
-    }
-    return {
-        "samples_per_second": spread(
-            [samples_per_second(series.updates(), arm.discard) for series in arm.series]
-        ),
-        "step_seconds": spread([_median_step(series, arm.discard) for series in arm.series]),
-        "phase_seconds": medians,
-        "loader_bound": loader_bound(medians, medians["total"]),
-    }
-
-
-def _median_step(series: Series, discard: int) -> float:
-    return statistics.median(update.seconds["total"] for update in series.updates()[discard:])
-
-
-def _setups(arm: ArmRuns) -> list[float]:
-    """Seconds from the start of each process to its first update."""
-    firsts = [min(step.at for step in series.every()) for series in arm.series]
-    return [first - run.started for first, run in zip(firsts, arm.runs, strict=True)]
-
-
-def _sites(arm: ArmRuns) -> list[Any]:
-    """What the last run's report says was patched, ran, and fell back."""
-    file = arm.runs[-1].steps_file.with_name("somaspeed_report.json") if arm.runs else None
-    if file is None or not file.is_file():
-        return []
-    sites: list[Any] = json.loads(file.read_text())["sites"]
-    return sites
-
-
-def _comparison(recipe: Recipe, arms: Mapping[str, ArmRuns], shown: Sequence[ArmRuns]) -> dict[str, Any]:
-    """What is published of each arm; with `against` where that is not the baseline: another arm, or None."""
-    fields, baseline = {}, recipe.baseline
-    for arm in recipe.arms:
-        runs, other = arms[arm.name], recipe.reference(arm)
-        reference = None if other is None else arms[other]
-        usual = arm is baseline or other == baseline.name or arm.against is None
-        said = {} if usual else {"against": other}
-        fields[arm.name] = {**_compared(runs, reference, speed=runs in shown), **said}
-    return fields
-
-
-def _compared(arm: ArmRuns, baseline: ArmRuns | None, *, speed: bool) -> dict[str, Any]:
-    """The fields under which such results are published, one arm."""
-    if not arm.series:
-        return {"completed_steps": 0, "failure": arm.failure or "no run was finished"}
-    first = next(iter(arm.series[0].ranks.values()))
-    fields = {
-        "completed_steps": min(series.completed for series in arm.series),
-        "setup_seconds": statistics.median(_setups(arm)),
-        "peak_allocated_gib": max(step.peak_bytes for series in arm.series for step in series.every()) / GIB,
-        "loss_first": first[0].loss,
-        "loss_last": first[-1].loss,
-    }
-    return {**fields, **_compared_speed(arm, baseline)} if speed else fields
-
-
-def _compared_speed(arm: ArmRuns, baseline: ArmRuns | None) -> dict[str, Any]:
-    speeds = _speeds(arm)
-    fields = {
-        "samples_per_second_steady": speeds["samples_per_second"]["median"],
-        "median_step_seconds": speeds["phase_seconds"]["total"],
-    }
-    if baseline is None or not baseline.series:
-        return fields
-    base = _speeds(baseline)["samples_per_second"]
-    pairs = zip(speeds["samples_per_second"]["repeats"], base["repeats"], strict=False)
-    return {
-        **fields,
-        "ratio": fields["samples_per_second_steady"] / base["median"],
-        "ratio_by_repeat": [ours / theirs for ours, theirs in pairs],
-    }
+    return sorted({step.device for cell in cells for step in cell.steps()})

@@ -37,6 +37,8 @@ class Step:
     """number of ranks"""
     device: str = "cpu"
     """its name"""
+    profile: Mapping[str, float | None] | None = None
+    """of a profiled update the fields of kernel_time.KernelTime"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ of each parameter's gradient, plus one unit of rounding: the budget is derived f
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,17 +31,35 @@ def judge(exact: Any, native: Any, ours: Any) -> dict[str, Any]:
         (_share(name, exact[1], native[1], ours[1]) for name in exact[1]), key=lambda found: found["share"]
     )
     missing = sorted(set(native[1]) ^ set(ours[1]))
-    loss = _distance(exact[0], native[0]), _distance(exact[0], ours[0])
-    rounding = float(torch.finfo(torch.bfloat16).eps) * float(exact[0].abs())
-    green = worst["share"] <= 1 and not missing and loss[1] <= SLACK * loss[0] + rounding
+    loss = {"fp32": float(exact[0]), "native": float(native[0]), "patched": float(ours[0])}
+    reasons = [*_loss_reasons(loss), *_gradient_reasons(worst, missing)]
     return {
-        "green": green,
-        "loss": {"fp32": float(exact[0]), "native": float(native[0]), "patched": float(ours[0])},
+        "green": not reasons,
+        "reasons": reasons,
+        "loss": loss,
         "worst_parameter": worst,
         "gradients_of_one_arm_only": missing,
         "against_native": _against(native[1], ours[1]),
         "budget": f"{SLACK} x native's distance from fp32 + one bf16 rounding, per parameter",
     }
+
+
+def _loss_reasons(loss: dict[str, float]) -> Iterator[str]:
+    """The same budget for the loss; a NaN is within none."""
+    rounding = float(torch.finfo(torch.bfloat16).eps) * abs(loss["fp32"])
+    allowed = SLACK * abs(loss["native"] - loss["fp32"]) + rounding
+    error = abs(loss["patched"] - loss["fp32"])
+    if not error <= allowed:
+        ours, exact = loss["patched"], loss["fp32"]
+        yield f"the loss {ours!r} is {error:.3g} from fp32's {exact!r}, allowed {allowed:.3g}"
+
+
+def _gradient_reasons(worst: dict[str, Any], missing: list[str]) -> Iterator[str]:
+    if not worst["share"] <= 1:
+        error, allowed = f"{worst['error']:.3g}", f"{worst['allowed']:.3g}"
+        yield f"the gradient of {worst['name']} is {error} from fp32's, in norm, allowed {allowed}"
+    if missing:
+        yield f"only one of the arms has a gradient for {', '.join(missing[:5])}"
 
 
 def _share(name: str, exact: dict[str, Tensor], native: dict[str, Tensor], ours: dict[str, Tensor]) -> Any:

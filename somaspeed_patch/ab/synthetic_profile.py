@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from somaspeed_patch.ab import kernel_time
 from somaspeed_patch.ab.synthetic_subject import Subject
 
 TOP = 20
@@ -17,19 +18,22 @@ def largest(subject: Subject, batch: dict[str, Tensor], step_seconds: float) -> 
 
     Args:
         step_seconds: what an update takes that nobody watches.
-    Returns: also the share of that time in which no kernel ran: kernels take as long as they do unwatched,
-        and run one after the other. None on a CPU, whose operators contain one another.
+    Returns: also the seconds in which a kernel ran, and the share of `step_seconds` in which none did:
+        kernels take as long as they do unwatched. Both None on a CPU, whose operators contain one another.
     """
     cuda = subject.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as seen:
         subject.update(batch)
     events = [event for event in seen.key_averages() if _milliseconds(event, cuda) > 0]
+    found = kernel_time.measure(seen.events(), cuda=cuda)
+    busy = None if found is None else found.busy_seconds
     total = sum(_milliseconds(event, cuda) for event in events)
     events.sort(key=lambda event: -_milliseconds(event, cuda))
     return {
         "total_ms": total,
-        "idle_share": 1 - total / 1e3 / step_seconds if cuda else None,
+        "busy_seconds": busy,
+        "idle_share": None if busy is None else 1 - busy / step_seconds,
         "largest": [
             {
                 "name": event.key[:120],

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from somaspeed_patch.ab import recipe as recipes
-from somaspeed_patch.ab.yaml_reader import RecipeError, Section, nearest, whole
+from somaspeed_patch.ab.arms import ablated, features_with, like_of
+from somaspeed_patch.ab.yaml_reader import RecipeError, Section, nearest, switch, text, whole, wholes
 from somaspeed_patch.tiny_groot import sizes as tiny_groot
 from somaspeed_patch.tiny_molmoact2 import sizes as tiny_molmoact2
 from somaspeed_patch.tiny_pi05 import sizes as tiny_pi05
@@ -77,7 +78,13 @@ class SyntheticArm:
     padding: str | None
     """the side on which its prompts are padded to one length; None: all are equally long"""
     batches: tuple[int, ...]
-    """batch sizes to run; the first one that every arm shares is the equal batch"""
+    """batch sizes to run"""
+    find_batch: bool = False
+    """whether it also runs at the largest batch that it fits"""
+    ablates: str | None = None
+    """the feature that it lacks, where it is another arm without one feature"""
+    like: str | None = None
+    """that other arm, or the one whose settings it takes over"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,8 @@ class Synthetic:
 
     name: str
     """the recipe's name"""
+    description: str = ""
+    """one line for the table"""
     model: str
     """one of MODELS"""
     size: str
@@ -116,6 +125,11 @@ class Synthetic:
         arms = self.arms if names is None else tuple(self._arm(name.strip()) for name in names.split(","))
         return replace(self, arms=arms, repeats=self.repeats if repeats is None else repeats)
 
+    def against_itself(self) -> Synthetic:
+        """The baseline and nothing but the baseline: what it reports is the noise of this machine."""
+        again = replace(self.arms[0], name=f"{self.arms[0].name}_again")
+        return replace(self, arms=(self.arms[0], again))
+
     def _arm(self, name: str) -> SyntheticArm:
         by_name = {arm.name: arm for arm in self.arms}
         if name not in by_name:
@@ -133,10 +147,11 @@ def load(name_or_path: str) -> Synthetic:
     section = top.section("synthetic", "a mapping, see recipes/README.md")
     if section is None:
         top.fail("synthetic", "missing; --synthetic needs this section")
-    return _synthetic(path, section)
+    described = top.get("description", text, "one line of text", path.stem)
+    return _synthetic(path, described, section)
 
 
-def _synthetic(path: Path, section: Section) -> Synthetic:
+def _synthetic(path: Path, description: str, section: Section) -> Synthetic:
     name = section.get("model", _one_of(MODELS), f"one of {', '.join(MODELS)}")
     model = MODELS[name]
     defaults = {**model.counts, **_STEPS}
@@ -149,32 +164,47 @@ def _synthetic(path: Path, section: Section) -> Synthetic:
         section.fail("tokens", f"must be at most slots, {counts['slots']}, but is {counts['tokens']}")
     return Synthetic(
         name=path.stem,
+        description=f"{description}: the training step alone",
         model=name,
         size=section.get("size", _one_of(model.sizes), f"one of {', '.join(model.sizes)}", "full"),
         dtype=section.get("dtype", _one_of(("bfloat16", "float32")), "bfloat16 or float32", "bfloat16"),
-        arms=tuple(_arm(arms, arm, model) for arm in arms.names),
+        arms=_arms(arms, model),
         **counts,
     )
 
 
-def _arm(arms: Section, name: str, model: Model) -> SyntheticArm:
+def _arms(section: Section, model: Model) -> tuple[SyntheticArm, ...]:
+    known: dict[str, SyntheticArm] = {}
+    for name in section.names:
+        known[name] = _arm(section, name, model, known)
+    return tuple(known.values())
+
+
+_BLANK = SyntheticArm(name="", patched=False, features={}, policy={}, padding=None, batches=())
+_ARM_KEYS = ("patched", "features", "policy", "padding", "batches", "find_batch", "like", "ablates")
+
+
+def _arm(arms: Section, name: str, model: Model, known: Mapping[str, SyntheticArm]) -> SyntheticArm:
     section = arms.section(name, "a mapping with batches, and if needed patched, features, policy, padding")
     if section is None:
         raise KeyError(name)
-    section.allow(("patched", "features", "policy", "padding", "batches"))
+    section.allow(_ARM_KEYS)
+    like = like_of(section, known)
+    first = like or _BLANK
     return SyntheticArm(
         name=name,
-        patched=section.get("patched", _switch, "true or false", False),
-        features=recipes.features_of(section),
-        policy=_policy(section, model),
-        padding=_padding(section, model),
-        batches=section.get("batches", _batches, "a list of batch sizes"),
+        patched=section.get("patched", switch, "true or false", first.patched),
+        features=features_with(section, first.features),
+        policy={**first.policy, **_policy(section, model)},
+        padding=_padding(section, model) if "padding" in section.names else first.padding,
+        batches=section.get("batches", wholes, "a list of batch sizes", first.batches or None),
+        find_batch=section.get("find_batch", switch, "true or false", first.find_batch),
+        ablates=ablated(section),
+        like=None if like is None else like.name,
     )
 
 
-def _padding(arm: Section, model: Model) -> str | None:
-    if "padding" not in arm.names:
-        return None
+def _padding(arm: Section, model: Model) -> str:
     return arm.get("padding", _one_of(model.paddings), " or ".join(model.paddings))
 
 
@@ -189,7 +219,7 @@ def _policy(arm: Section, model: Model) -> Mapping[str, bool | str]:
 def _option(section: Section, name: str, words: tuple[str, ...]) -> bool | str:
     if words:
         return section.get(name, _one_of(words), f"one of {', '.join(words)}")
-    return section.get(name, _switch, "true or false")
+    return section.get(name, switch, "true or false")
 
 
 def _one_of(valid: Iterable[str]) -> Callable[[Any], str]:
@@ -201,15 +231,3 @@ def _one_of(valid: Iterable[str]) -> Callable[[Any], str]:
         return str(value)
 
     return kind
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _batches(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise TypeError
-    return tuple(whole(item) for item in value)

@@ -1,83 +1,101 @@
-"""Results as a table: on the terminal with rich, and as Markdown."""
+"""Results as a table and sentences: on the terminal with rich, and as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from somaspeed_patch.ab.results import PHASES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Results = Mapping[str, Any]
+Cell = Mapping[str, Any]
 Row = tuple[str, ...]
 
+_PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
 
-def rows(results: Results) -> list[Row]:
-    """Header and lines: one column an arm, `-` where there is no figure."""
-    arms, compared = results["arms"], results["comparison"]
-    lines: list[Row] = [("", *arms)]
-    lines += [_line(label, arms, show) for label, show in _FROM_ARMS]
-    lines += [_line(label, compared, show) for label, show in _FROM_COMPARISON]
-    return lines
+
+def rows(results: Results, brief: bool = False) -> list[Row]:
+    """Header and a line a cell; `-` where there is no figure. Equal and best batch have their own columns.
+
+    Args:
+        brief: only the columns that fit a terminal of 80 characters.
+    """
+    columns = [
+        (label, show)
+        for label, show in _COLUMNS[: _BRIEF if brief else None]
+        if any(_shown(show, cell) for cell in results["cells"])
+    ]
+    header = ("arm", "batch", *(label for label, _ in columns), "equal batch", "best batch")
+    return [header, *(_row(cell, columns, results["comparison"], brief) for cell in results["cells"])]
+
+
+def phase_rows(results: Results) -> list[Row]:
+    """Header and a line for each cell that was measured: ms of each phase of a step."""
+    cells = [cell for cell in results["cells"] if cell.get("phase_seconds")]
+    phases = [phase for phase in _PHASES if any(phase in cell["phase_seconds"] for cell in cells)]
+    lines = [
+        (
+            cell["arm"],
+            _batch(cell),
+            *(f"{cell['phase_seconds'].get(phase, 0.0) * 1e3:.1f}" for phase in phases),
+        )
+        for cell in cells
+    ]
+    return [("phases, ms", "batch", *phases), *lines] if lines else []
 
 
 def sentences(results: Results) -> list[str]:
-    """What must be said beside the table: failures, gates, what ran, loader-bound arms, where it was."""
-    arms = results["arms"].items()
-    said = [f"{name} failed: {arm['failure']}" for name, arm in arms if arm["failure"]]
-    runs = [(name, run) for name, arm in arms for run in arm["runs"] if run["note"]]
-    said += [f"{name}, run {run['repeat']}: {run['note']}" for name, run in runs]
+    """What must be said beside the tables: claims, what withholds them, gates, what ran, where it was."""
+    from somaspeed_patch.ab.words import findings
+
+    cells = results["cells"]
+    said = findings(results)
+    said += [f"{_name(cell)}: {note}" for cell in cells for note in cell["notes"]]
     said += [line for name, verdict in results["gate"].items() for line in _gate_sentences(name, verdict)]
-    said += [
-        line for name, fields in results["comparison"].items() for line in _against_sentences(name, fields)
-    ]
-    said += [_loader_sentence(name, found) for name, found in results["loader"].items()]
-    said += [line for name, arm in arms for line in _site_sentences(name, arm["sites"])]
-    said += [f"{name} is {arm['loader_bound']}" for name, arm in arms if arm.get("loader_bound")]
-    return [*said, _where(results)]
+    said += [_loader_sentence(cell) for cell in cells if cell["loader"]]
+    said += [line for cell in cells for line in _site_sentences(_name(cell), cell["sites"])]
+    return [*said, where(results)]
 
 
-def terminal(results: Results) -> Table:
-    """The table for a terminal."""
+def terminal(results: Results) -> list[Table]:
+    """The tables for a terminal."""
     from rich.table import Table
 
-    header, *lines = rows(results)
-    table = Table(*header, title=results["recipe"]["description"])
-    for line in lines:
-        table.add_row(*line)
-    return table
+    found = []
+    for lines, title in (
+        (rows(results, brief=True), results["recipe"]["description"]),
+        (phase_rows(results), None),
+    ):
+        if lines:
+            table = Table(*lines[0], title=title)
+            for line in lines[1:]:
+                table.add_row(*line)
+            found.append(table)
+    return found
 
 
 def markdown(results: Results) -> str:
     """The same as Markdown."""
-    header, *lines = rows(results)
-    body = ["| " + " | ".join(line) + " |" for line in (header, tuple("---" for _ in header), *lines)]
-    notes = [f"- {sentence}" for sentence in sentences(results)]
-    return "\n".join([f"# {results['recipe']['description']}", "", *body, "", *notes, ""])
+    tables = [_markdown_table(lines) for lines in (rows(results), phase_rows(results)) if lines]
+    notes = "\n".join(f"- {sentence}" for sentence in sentences(results))
+    return "\n\n".join([f"# {results['recipe']['description']}", *tables, notes]) + "\n"
 
 
-def write_markdown(results: Results, path: Path) -> None:
-    """Write `markdown` to a file, replacing an older one as a whole."""
+def write_markdown(results: Sequence[Results], path: Path) -> None:
+    """Write `markdown` of each to a file, replacing an older one as a whole."""
     draft = path.with_name(path.name + ".part")
-    draft.write_text(markdown(results))
+    draft.write_text("\n".join(markdown(one) for one in results))
     draft.replace(path)
 
 
-Show = Callable[[Mapping[str, Any]], str]
+def _markdown_table(lines: Sequence[Row]) -> str:
+    header, *body = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, tuple("---" for _ in header), *body))
 
 
-def _line(label: str, by_arm: Mapping[str, Any], show: Show) -> Row:
-    return (label, *(_shown(show, fields) for fields in by_arm.values()))
-
-
-def _shown(show: Show, fields: Mapping[str, Any]) -> str:
-    try:
-        return show(fields)
-    except (KeyError, TypeError):  # a failed run or a red gate leaves the figure out
-        return "-"
+Show = Callable[[Cell], str]
 
 
 def _with_spread(fields: Mapping[str, Any], scale: float, digits: int) -> str:
@@ -85,61 +103,94 @@ def _with_spread(fields: Mapping[str, Any], scale: float, digits: int) -> str:
     return f"{median} ({low}-{high})"
 
 
-def _phase(name: str) -> tuple[str, Show]:
-    return f"  {name}, ms", lambda arm: f"{arm['phase_seconds'][name] * 1e3:.1f}"
-
-
-_FROM_ARMS: list[tuple[str, Show]] = [
-    ("samples/s (p20-p80)", lambda arm: _with_spread(arm["samples_per_second"], 1, 2)),
-    ("step, ms (p20-p80)", lambda arm: _with_spread(arm["step_seconds"], 1e3, 1)),
-    *(_phase(name) for name in PHASES),
-    ("peak memory, GiB", lambda arm: f"{arm['peak_allocated_gib']:.2f} ({arm['peak_counts']})"),
-    ("setup, s", lambda arm: f"{arm['setup_seconds']['median']:.1f}"),
-    ("repeats", lambda arm: str(len(arm["runs"]))),
-]
-_FROM_COMPARISON: list[tuple[str, Show]] = [
-    ("updates", lambda fields: str(fields["completed_steps"])),
-    ("loss, first to last", lambda fields: f"{fields['loss_first']:.4f} to {fields['loss_last']:.4f}"),
-    ("speed against baseline", lambda fields: _ratio(fields)),
+_BRIEF = 3  # columns
+_COLUMNS: list[tuple[str, Show]] = [
+    ("samples/s (p20-p80)", lambda cell: _with_spread(cell["samples_per_second"], 1, 2)),
+    ("step, ms", lambda cell: f"{cell['step_seconds']['median'] * 1e3:.1f}"),
+    ("peak GiB", lambda cell: f"{cell['peak_allocated_gib']:.2f}"),
+    ("GPU busy", lambda cell: f"{cell['busy_share']:.0%}"),
+    ("comm., ms", lambda cell: f"{cell['communication_seconds'] * 1e3:.1f}"),
+    ("TFLOP/s", lambda cell: f"{cell['tflops']:.3g}"),
+    ("MFU", lambda cell: f"{cell['mfu']:.1%}"),
+    ("repeats", lambda cell: str(cell["repeats"])),
 ]
 
 
-def _ratio(fields: Mapping[str, Any]) -> str:
-    other = fields.get("against", "")
-    if other is None:
-        return "not compared"
-    return f"{fields['ratio']:.2f}x" + (f" of {other}" if other else "")
+def _row(cell: Cell, columns: Sequence[tuple[str, Show]], comparison: Mapping[str, Any], brief: bool) -> Row:
+    arm = comparison["arms"][cell["arm"]]
+    equal = [one for one in arm["equal_batch"] if one["batch"] == cell["batch"]]
+    best = arm["best_batch"]
+    mine = best is not None and best["batch"] == cell["batch"]
+    figures = [_shown(show, cell) or "-" for _, show in columns]
+    return (
+        cell["arm"],
+        _batch(cell),
+        *figures,
+        _ratio(equal[0], brief) if equal else "-",
+        _ratio(best, brief) if mine else "-",
+    )
 
 
-def _against_sentences(name: str, fields: Mapping[str, Any]) -> list[str]:
-    """What is said of an arm that is not compared with the baseline."""
-    if "against" not in fields:
-        return []
-    other = fields["against"]
-    what = f"compared with {other} only" if other else "not compared with any arm: no gate, no ratio"
-    return [f"{name} trains on other data than the baseline and is {what}"]
+def _shown(show: Show, cell: Cell) -> str:
+    try:
+        return show(cell)
+    except (KeyError, TypeError):  # a failed run or a red gate leaves the figure out
+        return ""
 
 
-def _loader_sentence(name: str, found: Mapping[str, Any]) -> str:
+def _ratio(found: Mapping[str, Any], brief: bool) -> str:
+    """With its interval; brief: without the cell it is a ratio to, which the sentences name."""
+    interval = "" if found["low"] is None else f" ({found['low']:.2f}-{found['high']:.2f})"
+    if brief:
+        return f"{found['ratio']:.2f}x{interval}"
+    at = f" at {found['against_batch']}" if found.get("against_batch") else ""
+    return f"{found['ratio']:.2f}x{interval} of {found['against']}{at}"
+
+
+def _batch(cell: Cell) -> str:
+    return "-" if cell["batch"] is None else str(cell["batch"])
+
+
+def _name(cell: Cell) -> str:
+    return cell["arm"] if cell["batch"] is None else f"{cell['arm']} at batch {cell['batch']}"
+
+
+def _loader_sentence(cell: Cell) -> str:
+    found = cell["loader"]
     real, cached = (f"{found[key]:.2f}" for key in ("samples_per_second", "samples_per_second_cached"))
     both = f"{real} samples/s with the real loader, {cached} with cached batches"
-    return f"{name}: {both}: {found['bound']}-bound"
+    return f"{_name(cell)}: {both}: {found['bound']}-bound"
 
 
-def _gate_sentences(name: str, verdict: Mapping[str, Any]) -> list[str]:
+def _gate_sentences(name: str, verdict: Mapping[str, Any]) -> Iterator[str]:
     if not verdict["green"]:
-        withheld = f"{name}: the parity gate is RED, so no speed is given"
-        return [withheld, *(f"  {reason}" for reason in verdict["reasons"])]
+        yield f"{name}: the parity gate is RED, so no speed is given"
+        yield from (f"  {reason}" for reason in verdict["reasons"])
+    elif "worst" in verdict:
+        yield from _updates_sentences(name, verdict)
+    else:
+        worst = verdict["worst_parameter"]
+        used = f"{worst['share']:.2f} ({worst['name']})"
+        yield f"{name}: the parity gate is green; largest use of its allowance: {used}"
+
+
+def _updates_sentences(name: str, verdict: Mapping[str, Any]) -> Iterator[str]:
     worst = ", ".join(f"{quantity} {found['relative']:.2g}" for quantity, found in verdict["worst"].items())
     noise = ", ".join(f"{quantity} {found['relative']:.2g}" for quantity, found in verdict["noise"].items())
-    return [
+    yield (
         f"{name}: the parity gate is green; largest relative difference at any update: {worst}; "
         f"between repeats of the baseline: {noise or 'not measured, one repeat'}"
-    ]
+    )
+    if gradient := verdict["gradient"]:
+        yield (
+            f"{name}: {gradient['parameters']} gradients of one update compared; the nearest to its "
+            f"allowance uses {gradient['share']:.2g} of it ({gradient['name']})"
+        )
+    yield from (f"{name}: {note}" for note in verdict["notes"])
 
 
 def _site_sentences(name: str, sites: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What really ran in an arm: calls of our code, and calls left to the host with the last reason."""
+    """What really ran in a cell: calls of our code, and calls left to the host with the last reason."""
     lines = []
     for site in sites:
         if site["native_calls"] or site["fallbacks"] or (site["calls"] and site["site"] != "step_recorder"):
@@ -149,10 +200,13 @@ def _site_sentences(name: str, sites: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _where(results: Results) -> str:
+def where(results: Results) -> str:
+    """Devices, processor, versions, length of a run, commit."""
     machine, recipe = results["machine"], results["recipe"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     updates = f"{recipe['steps']} updates a run, the first {recipe['discard']} discarded"
     devices, cores = ", ".join(machine["devices"]) or "no device", f"{machine['cores']} cores"
+    drivers = sorted({gpu["driver"] for gpu in machine["gpus"]})
+    driver = f"driver {', '.join(drivers)}; " if drivers else ""
     commit = f"commit {results['commit'] or 'unknown'}"
-    return "; ".join([devices, f"{machine['cpu']}, {cores}", versions, updates, commit])
+    return "; ".join([devices, f"{driver}{machine['cpu']}, {cores}", versions, updates, commit])

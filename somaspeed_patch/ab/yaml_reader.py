@@ -150,3 +150,17 @@ def _word(item: Any) -> str:
     if isinstance(item, bool) or not isinstance(item, (str, int, float)):
         raise _Refused(f"expected words, but one is {item!r}; quote it")
     return str(item)
+
+
+def switch(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def wholes(value: Any) -> tuple[int, ...]:
+    """A list of whole numbers from 1 on, each once."""
+    if not isinstance(value, list) or not value or len(set(value)) < len(value):
+        raise TypeError
+    return tuple(whole(item) for item in value)

@@ -1,0 +1,74 @@
+"""What each feature contributes: an arm against the same arm without one feature, at the same batch.
+
+The recipe names the arms that switch a feature off (`ablations`). The intervals are those of `ratios.ratio`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from somaspeed_patch.ab.ratios import ratio
+
+Results = Mapping[str, Any]
+Cell = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """One feature at one batch."""
+
+    feature: str
+    """what is switched off"""
+    full: Cell
+    """the cell with every feature"""
+    without: Cell
+    """the cell without this one"""
+    found: Mapping[str, Any]
+    """ratio, low, high and ratio_by_repeat of full against without"""
+
+    @property
+    def gain(self) -> float:
+        """Samples a second that the feature adds, between the medians; negative where it costs."""
+        return median(self.full) - median(self.without)
+
+
+def median(cell: Cell) -> float:
+    """Samples a second of a cell that stands."""
+    return float(cell["samples_per_second"]["median"])
+
+
+def stands(cell: Cell) -> bool:
+    """Whether a claim may be made of the cell: it ran, and nothing is withheld."""
+    return "samples_per_second" in cell and not cell["withheld"] and not cell["failure"]
+
+
+def ablations(results: Results) -> list[Ablation]:
+    """Every pair of cells that stand, in the cells' order; [] where the recipe has none."""
+    named = ablated(results)
+    cells = {(cell["arm"], cell["batch"]): cell for cell in results["cells"] if stands(cell)}
+    found = []
+    for (arm, batch), cell in cells.items():
+        full = cells.get((_full(cell, results), batch)) if arm in named else None
+        if full is not None:
+            pair = ratio(full["samples_per_second"]["repeats"], cell["samples_per_second"]["repeats"])
+            found.append(Ablation(feature=named[arm], full=full, without=cell, found=pair))
+    return found
+
+
+def ablated(results: Results) -> Mapping[str, str]:
+    """The recipe's arms that lack a feature, and the feature."""
+    named: Mapping[str, str] = results["recipe"].get("ablations") or {}
+    return named
+
+
+def _full(cell: Cell, results: Results) -> str:
+    """The arm that it is like: as its settings say, else the one whose name its own begins with."""
+    like = (cell.get("settings") or {}).get("like")
+    if like:
+        return str(like)
+    named, arm = ablated(results), cell["arm"]
+    ours = [other["arm"] for other in results["cells"] if not other["native"] and other["arm"] not in named]
+    return max(ours, key=lambda other: len(os.path.commonprefix([arm, other])), default="")
