@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from somaspeed_patch.ab import flops, synthetic_recipe
 from somaspeed_patch.ab.recipe import fill, load
 from somaspeed_patch.ab.yaml_reader import RecipeError
 
@@ -337,3 +338,18 @@ def test_the_parser_takes_the_documented_flags():
     assert args.command is main
     with pytest.raises(SystemExit):
         parser.parse_args(["ab", "x", "--repeats", "0"])
+
+
+FULL = ("pi05_libero", "molmoact2_libero", "groot_libero")
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_full_recipes_have_native_tuned_patched_and_ablations(name):
+    step, trainer = synthetic_recipe.load(name), load(name)
+    assert trainer.necessary_tflop_per_sample == pytest.approx(flops.necessary(step) / 1e12, abs=5e-4)
+    for recipe in (step, trainer):
+        names = [arm.name for arm in recipe.arms]
+        assert {"native", "tuned", "patched", "patched_compiled"} <= set(names)
+        ablated = {arm.ablates: arm for arm in recipe.arms if arm.ablates}
+        assert {"frozen_prefix", "optimizer"} <= set(ablated)
+        assert all(arm.like == "patched" and not arm.features[name] for name, arm in ablated.items())

@@ -1,6 +1,7 @@
 """`somaspeed ab --synthetic` on a tiny pi0.5: the gate, the figures, and what it says of failures."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -102,19 +103,24 @@ def test_ratios_are_to_native_arms(results):
     )
 
 
-def test_a_killed_run_takes_over_finished_repeats(results, recipe_file, monkeypatch):
+@pytest.fixture
+def out(results, recipe_file, tmp_path):
+    """A copy of the folder of finished repeats."""
+    return shutil.copytree(recipe_file.parent / "out", tmp_path / "out")
+
+
+def test_a_killed_run_takes_over_finished_repeats(results, recipe_file, out, monkeypatch):
     """With every repeat there, nothing is gated or measured again; a recipe that says otherwise is."""
     monkeypatch.setattr(synthetic.Subject, "update", None)
     monkeypatch.setattr(synthetic.Subject, "loss_and_gradients", None)
-    recipe, out, told = synthetic_recipe.load(str(recipe_file)), recipe_file.parent / "out", []
+    recipe, told = synthetic_recipe.load(str(recipe_file)), []
     found = synthetic.run(recipe, device=CPU, say=told.append, out=out)
     assert found["cells"] == results["cells"] and found["gate"] == results["gate"]
     other = synthetic.run(replace(recipe, steps=3), device=CPU, say=told.append, out=out)
     assert "TypeError" in other["gate"]["patched"]["reasons"][0]
 
 
-def test_an_interrupted_repeat_alone_is_run_again(results, recipe_file):
-    out = recipe_file.parent / "out"
+def test_an_interrupted_repeat_alone_is_run_again(results, recipe_file, out):
     (out / "step" / "native-b4-2.json").unlink()
     found = synthetic.run(synthetic_recipe.load(str(recipe_file)), device=CPU, say=lambda line: None, out=out)
     again, before = ({(c["arm"], c["batch"]): c for c in one["cells"]} for one in (found, results))

@@ -273,11 +273,11 @@ def test_the_shipped_recipe_has_every_arm():
     assert (shipped.cameras, shipped.tokens, shipped.chunk, shipped.embodiments) == (2, 44, 16, 1)
     assert {arm.name: arm.batches for arm in shipped.arms if not arm.patched} == {
         "native": (80, 320),
-        "native_documented": (80, 320),
-        "native_bf16": (80, 320),
-        "native_compiled": (80, 320),
+        "tuned": (80, 320),
+        "tuned_bf16": (80, 320),
+        "tuned_compiled": (80, 320),
     }
-    assert {arm.name: arm.batches for arm in shipped.arms if arm.patched} == {
+    assert {arm.name: arm.batches for arm in shipped.arms if arm.patched and not arm.ablates} == {
         "patched": (80, 320),
         "patched_compiled": (80, 320, 640),
         "patched_compiled_recompute": (320, 640),
