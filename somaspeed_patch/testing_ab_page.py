@@ -41,7 +41,6 @@ def cell(arm: str, batch: int | None, speed: float | None, **fields: Any) -> dic
         "arm": arm,
         "batch": batch,
         "native": arm.startswith("native"),
-        "settings": {"like": None, "ablates": None},
         "failure": "",
         "notes": [],
         "repeats": repeats,
@@ -97,7 +96,15 @@ def results(
         "commit": "68922ad",
         "versions": {"python": "3.12.3", "torch": "2.11.0", "lerobot": "0.6.1", "transformers": "5.5.4"},
         "machine": _CPU,
-        "recipe": {"steps": 24, "discard": 5, "repeats": 3, "baseline": arms[0], "ablations": {}, **recipe},
+        "recipe": {
+            "steps": 24,
+            "discard": 5,
+            "repeats": 3,
+            "baseline": arms[0],
+            "ablations": {},
+            "arms": {},
+            **recipe,
+        },
         "cells": list(cells),
         "gate": dict(gate),
         "comparison": compare(cells, baseline=arms[0], references=references),
@@ -189,9 +196,8 @@ _ABLATIONS = (
 def step() -> Results:
     """The training step alone on one H200."""
     cells = list(_step_cells())
-    for arm, feature, batch, speed in _ABLATIONS:
-        like = {"settings": {"like": "patched", "ablates": feature}, "sites": [site(_SITES[0], 126)]}
-        cells.append(cell(arm, batch, speed, peak_allocated_gib=14.2, **like))
+    for arm, _, batch, speed in _ABLATIONS:
+        cells.append(cell(arm, batch, speed, peak_allocated_gib=14.2, sites=[site(_SITES[0], 126)]))
     fell = site("pi05/split_attention", 120, fallbacks=6, why="CompilationError: at 41:17: <unknown> & more")
     cells.append(
         cell(
@@ -210,6 +216,7 @@ def step() -> Results:
         "name": "pi05_libero",
         "description": "pi0.5, expert only, full size, one H200",
         "ablations": {arm: feature for arm, feature, _, _ in _ABLATIONS},
+        "arms": {arm: {"like": "patched", "ablates": feature} for arm, feature, _, _ in _ABLATIONS},
     }
     command = ["python", "-m", "somaspeed_patch", "ab", "pi05_libero", "--synthetic", "--budget", "470"]
     return results("step", cells, recipe, gate, machine=_H200, command=command)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from somaspeed_patch.ab import figures
 from somaspeed_patch.testing_pi05 import make_dataset
 
 # A package of LeRobot's plugin discovery: it spoils the run as the variable says.
@@ -150,7 +151,7 @@ def test_every_gradient_was_compared_and_the_files_are_gone(green, workplace):
 def test_the_pages_say_what_the_json_says(green, workplace):
     found, out = json.loads(green.stdout), workplace / "out"
     speed = found["cells"][1]["samples_per_second"]["median"]
-    assert f"{speed:.2f}" in (out / "results.md").read_text()
+    assert str(figures.plain(speed)) in (out / "results.md").read_text()
     assert f'data-value="{speed!r}"' in (out / "index.html").read_text()
 
 

@@ -338,7 +338,7 @@ def test_the_results_are_strict_json_without_this_machines_paths(ab, tmp_path):
     text = json.dumps(results.build(recipe, runs), allow_nan=False)
     assert cell(json.loads(text), "patched")["loss"][0] == [1, "nan"]
     assert cell(json.loads(text), "patched")["withheld"][1] == "the loss is nan at update 1"
-    assert str(tmp_path) not in text and "OUT/runs/patched-1" in text
+    assert str(tmp_path) not in text and '"runs/patched-1"' in text
 
 
 def test_a_nan_of_the_baseline_leaves_nothing_to_compare_with(ab):
@@ -367,11 +367,32 @@ def test_an_arm_that_was_ended_earlier_is_judged_and_measured_over_its_own_updat
 
 def test_the_profiled_update_says_how_busy_the_gpu_is(ab):
     recipe, runs = ab()
-    file = Path(runs[0].folder) / "steps.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    seen = {"busy_seconds": 1.5, "communication_seconds": 0.2, "exposed_communication_seconds": 0.1}
-    lines[4]["profile"] = seen
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _profiled(Path(runs[0].folder) / "steps.jsonl", 0.2)
     native = cell(results.build(recipe, runs), "native")
     assert native["busy_share"] == 0.75  # of a step of 2 s
-    assert (native["communication_seconds"], native["exposed_communication_seconds"]) == (0.2, 0.1)
+    assert native["communication_seconds"] is None  # one rank has nobody to talk to
+
+
+def test_the_rank_that_communicates_most_says_for_how_long(ab):
+    recipe, runs = ab()
+    folder = Path(runs[0].folder)
+    (folder / "steps.jsonl").unlink()
+    for rank, seconds in enumerate((0.2, 0.4)):
+        _write(folder, [9.0] * 5 + [2.0] * 2, rank=rank, world=2)
+        _profiled(folder / f"steps.jsonl.rank{rank}", seconds)
+    native = cell(results.build(recipe, runs[:1]), "native")
+    assert (native["communication_seconds"], native["exposed_communication_seconds"]) == (0.4, 0.1)
+    assert (native["world_size"], native["global_batch"], native["tflops"]) == (2, 16, 0.5 * 8 / 2)
+
+
+def _profiled(file, communication):
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    seen = {"busy_seconds": 1.5, "exposed_communication_seconds": 0.1}
+    lines[4]["profile"] = {**seen, "communication_seconds": communication}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_the_recorder_could_not_look_at_withholds_nothing(ab):
+    blind = {**OURS[0], "site": "step_recorder/record_profile", "fallbacks": 1, "last_fallback": "no CUPTI"}
+    assert cell(results.build(*ab(sites=[*OURS, blind])), "patched")["withheld"] == []
+    assert cell(results.build(*ab(sites=[blind])), "patched")["withheld"][0].startswith("nothing of ours ran")

@@ -5,7 +5,6 @@ The recipe names the arms that switch a feature off (`ablations`). The intervals
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +50,7 @@ def ablations(results: Results) -> list[Ablation]:
     cells = {(cell["arm"], cell["batch"]): cell for cell in results["cells"] if stands(cell)}
     found = []
     for (arm, batch), cell in cells.items():
-        full = cells.get((_full(cell, results), batch)) if arm in named else None
+        full = cells.get((_full(arm, results), batch)) if arm in named else None
         if full is not None:
             pair = ratio(full["samples_per_second"]["repeats"], cell["samples_per_second"]["repeats"])
             found.append(Ablation(feature=named[arm], full=full, without=cell, found=pair))
@@ -60,15 +59,11 @@ def ablations(results: Results) -> list[Ablation]:
 
 def ablated(results: Results) -> Mapping[str, str]:
     """The recipe's arms that lack a feature, and the feature."""
-    named: Mapping[str, str] = results["recipe"].get("ablations") or {}
+    named: Mapping[str, str] = results["recipe"]["ablations"]
     return named
 
 
-def _full(cell: Cell, results: Results) -> str:
-    """The arm that it is like: as its settings say, else the one whose name its own begins with."""
-    like = (cell.get("settings") or {}).get("like")
-    if like:
-        return str(like)
-    named, arm = ablated(results), cell["arm"]
-    ours = [other["arm"] for other in results["cells"] if not other["native"] and other["arm"] not in named]
-    return max(ours, key=lambda other: len(os.path.commonprefix([arm, other])), default="")
+def _full(arm: str, results: Results) -> str | None:
+    """The arm that it is like."""
+    like: str | None = results["recipe"]["arms"][arm]["like"]
+    return like

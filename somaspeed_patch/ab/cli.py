@@ -149,7 +149,8 @@ def _finish(found: Mapping[str, Any], out: Path, *, as_json: bool) -> int:
         print(json.dumps(found, indent=2))
     else:
         _show(found)
-    _say(f"written: {', '.join(map(str, written))}")
+    _say(f"written: {', '.join(map(str, written[:-1]))}")
+    _say(f"look at: {written[-1]}")
     return results.exit_code(found)
 
 

@@ -19,7 +19,7 @@ class UpdateProfile:
     """A profiler, running from here to `finish`, unless it could not be started: the report then says why.
 
     Args:
-        cuda: watch the GPU too.
+        cuda: watch the GPU, and not the host's operators.
     """
 
     def __init__(self, *, cuda: bool) -> None:
@@ -52,7 +52,7 @@ def _started(cuda: bool) -> profile | None:
         return None
     try:
         running = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+            activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU],
             acc_events=True,  # else it warns that several cycles would be cleared
         )
         running.start()

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from somaspeed_patch.ab import figures
+from somaspeed_patch.ab.words import findings
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -39,7 +42,7 @@ def phase_rows(results: Results) -> list[Row]:
         (
             cell["arm"],
             _batch(cell),
-            *(f"{cell['phase_seconds'].get(phase, 0.0) * 1e3:.1f}" for phase in phases),
+            *(str(figures.milliseconds(cell["phase_seconds"].get(phase, 0.0))) for phase in phases),
         )
         for cell in cells
     ]
@@ -48,8 +51,6 @@ def phase_rows(results: Results) -> list[Row]:
 
 def sentences(results: Results) -> list[str]:
     """What must be said beside the tables: claims, what withholds them, gates, what ran, where it was."""
-    from somaspeed_patch.ab.words import findings
-
     cells = results["cells"]
     said = findings(results)
     said += [f"{_name(cell)}: {note}" for cell in cells for note in cell["notes"]]
@@ -78,7 +79,7 @@ def terminal(results: Results) -> list[Table]:
 
 def markdown(results: Results) -> str:
     """The same as Markdown."""
-    tables = [_markdown_table(lines) for lines in (rows(results), phase_rows(results)) if lines]
+    tables = [markdown_table(lines) for lines in (rows(results), phase_rows(results)) if lines]
     notes = "\n".join(f"- {sentence}" for sentence in sentences(results))
     return "\n\n".join([f"# {results['recipe']['description']}", *tables, notes]) + "\n"
 
@@ -90,7 +91,8 @@ def write_markdown(results: Sequence[Results], path: Path) -> None:
     draft.replace(path)
 
 
-def _markdown_table(lines: Sequence[Row]) -> str:
+def markdown_table(lines: Sequence[Row]) -> str:
+    """Header and lines as a table of Markdown."""
     header, *body = lines
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, tuple("---" for _ in header), *body))
 
@@ -98,20 +100,20 @@ def _markdown_table(lines: Sequence[Row]) -> str:
 Show = Callable[[Cell], str]
 
 
-def _with_spread(fields: Mapping[str, Any], scale: float, digits: int) -> str:
-    median, low, high = (f"{fields[key] * scale:.{digits}f}" for key in ("median", "p20", "p80"))
+def _with_spread(fields: Mapping[str, Any]) -> str:
+    median, low, high = (str(figures.plain(fields[key])) for key in ("median", "p20", "p80"))
     return f"{median} ({low}-{high})"
 
 
 _BRIEF = 3  # columns
 _COLUMNS: list[tuple[str, Show]] = [
-    ("samples/s (p20-p80)", lambda cell: _with_spread(cell["samples_per_second"], 1, 2)),
-    ("step, ms", lambda cell: f"{cell['step_seconds']['median'] * 1e3:.1f}"),
-    ("peak GiB", lambda cell: f"{cell['peak_allocated_gib']:.2f}"),
-    ("GPU busy", lambda cell: f"{cell['busy_share']:.0%}"),
-    ("comm., ms", lambda cell: f"{cell['communication_seconds'] * 1e3:.1f}"),
-    ("TFLOP/s", lambda cell: f"{cell['tflops']:.3g}"),
-    ("MFU", lambda cell: f"{cell['mfu']:.1%}"),
+    ("samples/s (p20-p80)", lambda cell: _with_spread(cell["samples_per_second"])),
+    ("step, ms", lambda cell: str(figures.milliseconds(cell["step_seconds"]["median"]))),
+    ("peak GiB", lambda cell: str(figures.plain(cell["peak_allocated_gib"]))),
+    ("GPU busy", lambda cell: str(figures.percent(cell["busy_share"]))),
+    ("comm., ms", lambda cell: str(figures.milliseconds(cell["communication_seconds"]))),
+    ("TFLOP/s", lambda cell: str(figures.plain(cell["tflops"]))),
+    ("MFU", lambda cell: str(figures.percent(cell["mfu"]))),
     ("repeats", lambda cell: str(cell["repeats"])),
 ]
 
@@ -140,11 +142,10 @@ def _shown(show: Show, cell: Cell) -> str:
 
 def _ratio(found: Mapping[str, Any], brief: bool) -> str:
     """With its interval; brief: without the cell it is a ratio to, which the sentences name."""
-    interval = "" if found["low"] is None else f" ({found['low']:.2f}-{found['high']:.2f})"
-    if brief:
-        return f"{found['ratio']:.2f}x{interval}"
+    low, high = (found[end] and figures.ratio(found[end], unit="") for end in ("low", "high"))
+    times = f"{figures.ratio(found['ratio'])}" + (f" ({low}-{high})" if low and high else "")
     at = f" at {found['against_batch']}" if found.get("against_batch") else ""
-    return f"{found['ratio']:.2f}x{interval} of {found['against']}{at}"
+    return times if brief else f"{times} of {found['against']}{at}"
 
 
 def _batch(cell: Cell) -> str:
@@ -157,7 +158,7 @@ def _name(cell: Cell) -> str:
 
 def _loader_sentence(cell: Cell) -> str:
     found = cell["loader"]
-    real, cached = (f"{found[key]:.2f}" for key in ("samples_per_second", "samples_per_second_cached"))
+    real, cached = (figures.plain(found[key]) for key in ("samples_per_second", "samples_per_second_cached"))
     both = f"{real} samples/s with the real loader, {cached} with cached batches"
     return f"{_name(cell)}: {both}: {found['bound']}-bound"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 LOADER_COST = 0.1  # an arm that is faster by more than this part on cached batches is loader-bound
 LOADER_SHARE = 0.5  # data and preprocess above this part of the step: the loader decides the speed
-_OURS_ANYWAY = ("step_recorder",)  # in native arms too
+_RECORDER = "step_recorder"  # in native arms too; what it cannot look at changes nothing
 
 
 def reasons(
@@ -46,16 +46,19 @@ def _not_finite(losses: Sequence[float]) -> Iterator[str]:
         yield f"the loss is {wrong[0][1]} at update {wrong[0][0]}"
 
 
+def _ours(sites: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [site for site in sites if site["site"].partition("/")[0] != _RECORDER]
+
+
 def _fallbacks(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for site in sites:
+    for site in _ours(sites):
         if site["fallbacks"]:
             why = site.get("last_fallback") or "see the report"
             yield f"{site['site']} fell back to the host {site['fallbacks']} times: {why}"
 
 
 def _nothing_ran(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    ours = [site for site in sites if site["site"].partition("/")[0] not in _OURS_ANYWAY]
-    if not any(site["calls"] for site in ours):
+    if not any(site["calls"] for site in _ours(sites)):
         yield "nothing of ours ran in it: the report counts no call"
 
 
