@@ -188,7 +188,7 @@ def _show(found: Mapping[str, Any]) -> None:
     console = Console()
     for one in table.terminal(found):
         console.print(one)
-    _sentences(console, table.sentences(found))
+    _sentences(console, table.sentences(found, brief=True))
 
 
 def _sentences(console: Any, sentences: Sequence[str]) -> None:

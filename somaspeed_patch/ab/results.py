@@ -124,7 +124,6 @@ def _cell(recipe: Recipe, cell: CellRuns, verdict: Verdict | None) -> dict[str, 
         "arm": cell.arm.name,
         "batch": cell.batch,
         "native": cell.arm.native,
-        "settings": settings(cell.arm),
         "failure": cell.failure,
         "notes": [f"run {run.repeat}: {run.note}" for run in cell.runs if run.note],
         "repeats": len(cell.runs),
@@ -199,6 +198,7 @@ def _recipe(recipe: Recipe) -> dict[str, Any]:
         "tolerance": asdict(recipe.tolerance),
         "baseline": recipe.baseline.name,
         "ablations": ablations(recipe.arms),
+        "arms": {arm.name: settings(arm) for arm in recipe.arms},
     }
 
 

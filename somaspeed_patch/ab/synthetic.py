@@ -191,7 +191,7 @@ def _line(cell: Cell, found: dict[str, Any]) -> str:
     step = synthetic_results.median_step(found)
     return (
         f"{arm.name:24s} batch {batch:4d}  {batch / step:7.1f} samples/s  {step * 1e3:7.1f} ms  "
-        f"{found['peak_gib']:5.1f} GiB  warm-up {found['warmup_seconds']:.0f} s"
+        f"{found['peak_gib'] or 0:5.1f} GiB  warm-up {found['warmup_seconds']:.0f} s"
     )
 
 

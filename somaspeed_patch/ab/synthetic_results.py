@@ -67,6 +67,7 @@ def _recipe(recipe: Synthetic) -> dict[str, Any]:
         "discard": recipe.warmup,
         "baseline": recipe.arms[0].name,
         "ablations": ablations(recipe.arms),
+        "arms": {arm.name: _settings(arm) for arm in recipe.arms},
     }
 
 
@@ -99,7 +100,6 @@ def _named(arm: SyntheticArm, batch: int | None) -> dict[str, Any]:
         "arm": arm.name,
         "batch": batch,
         "native": not arm.patched,
-        "settings": _settings(arm),
         "failure": "",
         "notes": [],
         "repeats": 0,
@@ -145,7 +145,7 @@ def _cell(
         "phase_seconds": {phase: statistics.median(update[phase] for update in every) for phase in PHASES},
         "slowest_rank_seconds": [sum(seconds) for seconds in times],
         "measured_samples": [batch * len(seconds) for seconds in times],
-        "peak_allocated_gib": max(run["peak_gib"] for run in finished),
+        "peak_allocated_gib": max((run["peak_gib"] for run in finished if run["peak_gib"]), default=None),
         "peak_counts": "CUDA allocated" if device != "cpu" else "not counted on a CPU",
         **_profile(finished[0].get("profile")),
         **work(tflop, speed["median"], (device,), 1),

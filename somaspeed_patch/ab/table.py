@@ -27,7 +27,7 @@ def rows(results: Results, brief: bool = False) -> list[Row]:
     """
     columns = [
         (label, show)
-        for label, show in _COLUMNS[: _BRIEF if brief else None]
+        for label, show in (_BRIEF if brief else _COLUMNS)
         if any(_shown(show, cell) for cell in results["cells"])
     ]
     header = ("arm", "batch", *(label for label, _ in columns), "equal batch", "best batch")
@@ -49,15 +49,19 @@ def phase_rows(results: Results) -> list[Row]:
     return [("phases, ms", "batch", *phases), *lines] if lines else []
 
 
-def sentences(results: Results) -> list[str]:
-    """What must be said beside the tables: claims, what withholds them, gates, what ran, where it was."""
+def sentences(results: Results, brief: bool = False) -> list[str]:
+    """What must be said beside the tables: claims, what withholds them, gates, what ran, where it was.
+
+    Args:
+        brief: of what ran only what did not run through our code.
+    """
     cells = results["cells"]
     said = findings(results)
     said += [f"{_name(cell)}: {note}" for cell in cells for note in cell["notes"]]
     said += [line for name, verdict in results["gate"].items() for line in _gate_sentences(name, verdict)]
     said += [_loader_sentence(cell) for cell in cells if cell["loader"]]
-    said += [line for cell in cells for line in _site_sentences(_name(cell), cell["sites"])]
-    return [*said, where(results)]
+    ran = [line for cell in cells for line in _site_sentences(_name(cell), cell["sites"])]
+    return [*said, *(_left_to_the_host(cells) if brief else ran), where(results)]
 
 
 def terminal(results: Results) -> list[Table]:
@@ -66,15 +70,23 @@ def terminal(results: Results) -> list[Table]:
 
     found = []
     for lines, title in (
-        (rows(results, brief=True), results["recipe"]["description"]),
+        (_without_empty(rows(results, brief=True)), results["recipe"]["description"]),
         (phase_rows(results), None),
     ):
         if lines:
-            table = Table(*lines[0], title=title)
+            table = Table(title=title)
+            for column in lines[0]:
+                table.add_column(column, overflow="fold", no_wrap=column == lines[0][0])
             for line in lines[1:]:
                 table.add_row(*line)
             found.append(table)
     return found
+
+
+def _without_empty(lines: Sequence[Row]) -> list[Row]:
+    """Without the columns in which no line has anything."""
+    kept = [i for i, _ in enumerate(lines[0]) if any(line[i] != "-" for line in lines[1:])]
+    return [tuple(line[i] for i in kept) for line in lines]
 
 
 def markdown(results: Results) -> str:
@@ -105,7 +117,6 @@ def _with_spread(fields: Mapping[str, Any]) -> str:
     return f"{median} ({low}-{high})"
 
 
-_BRIEF = 3  # columns
 _COLUMNS: list[tuple[str, Show]] = [
     ("samples/s (p20-p80)", lambda cell: _with_spread(cell["samples_per_second"])),
     ("step, ms", lambda cell: str(figures.milliseconds(cell["step_seconds"]["median"]))),
@@ -115,6 +126,10 @@ _COLUMNS: list[tuple[str, Show]] = [
     ("TFLOP/s", lambda cell: str(figures.plain(cell["tflops"]))),
     ("MFU", lambda cell: str(figures.percent(cell["mfu"]))),
     ("repeats", lambda cell: str(cell["repeats"])),
+]
+_BRIEF: list[tuple[str, Show]] = [
+    ("samples/s", lambda cell: str(figures.plain(cell["samples_per_second"]["median"]))),
+    *_COLUMNS[1:3],
 ]
 
 
@@ -199,6 +214,19 @@ def _site_sentences(name: str, sites: Sequence[Mapping[str, Any]]) -> list[str]:
             counts = f"{site['calls']} calls, {site['native_calls']} native, {site['fallbacks']} fallbacks"
             lines.append(f"{name} ran {site['site']}: {counts}" + (f" ({why})" if why else ""))
     return lines
+
+
+def _left_to_the_host(cells: Sequence[Cell]) -> list[str]:
+    """A line for each site and reason, with the arms in which no call went through our code."""
+    arms: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        for site in cell["sites"]:
+            if not site["calls"] and site["native_calls"]:
+                arms.setdefault((site["site"], site["reason"]), []).append(cell["arm"])
+    return [
+        f"{site} was left to the host in {', '.join(dict.fromkeys(names))}: {why}"
+        for (site, why), names in arms.items()
+    ]
 
 
 def where(results: Results) -> str:
