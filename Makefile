@@ -9,7 +9,7 @@ demo: $(STAMP)
 	$(VENV)/bin/somaspeed ab recipes/pi05_libero_tiny.yaml
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON_HERE) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON_HERE) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
