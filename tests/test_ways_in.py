@@ -38,12 +38,10 @@ WAYS = {
     "import in a script": ([PY, "{script}"], [], {}),
     "run -- console script": ([PY, *RUN, "--", "lerobot-train"], [], {}),
     "run -- -m module": ([PY, *RUN, "--", "-m", "lerobot.scripts.lerobot_train"], [], {}),
-    "run -- file": ([PY, *RUN, "--", "{plain_script}"], [], {}),
     "accelerate launch": (
         [BIN / "accelerate", "launch", "--cpu", "--num_processes=1", *RUN, "--", "lerobot-train"], [], {},
     ),
     "SOMASPEED=1": ([BIN / "lerobot-train"], [], {"SOMASPEED": "1"}),
-    "SOMASPEED=1, -m": ([PY, "-m", "lerobot.scripts.lerobot_train"], [], {"SOMASPEED": "1"}),
     "lerobot's plugin discovery": ([BIN / "lerobot-train"], [PLUGIN], {}),
     "plugin discovery, SOMASPEED=0": ([BIN / "lerobot-train"], [PLUGIN], {"SOMASPEED": "0"}),
     "spawned workers": (
@@ -58,10 +56,9 @@ NATIVE = {"native", "native, two ranks", "plugin discovery, SOMASPEED=0"}
 
 def start(name, folder):
     command, extra, environment = WAYS[name]
-    script, plain = folder / "train.py", folder / "plain.py"
+    script = folder / "train.py"
     script.write_text(SCRIPT)
-    plain.write_text(SCRIPT.replace("somaspeed_patch.patch()", ""))
-    words = [str(word).format(script=script, plain_script=plain) for word in command]
+    words = [str(word).format(script=script) for word in command]
     clean = {key: value for key, value in os.environ.items() if key != "SOMASPEED"}
     out, err = folder / "stdout", folder / "stderr"
     with out.open("w") as stdout, err.open("w") as stderr:
