@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from somaspeed_patch.ab.cells import Cell, speed, speeds, stands
 from somaspeed_patch.ab.ratios import ratio
 
 Results = Mapping[str, Any]
-Cell = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,7 @@ class Ablation:
     @property
     def gain(self) -> float:
         """Samples a second that the feature adds, between the medians; negative where it costs."""
-        return median(self.full) - median(self.without)
-
-
-def median(cell: Cell) -> float:
-    """Samples a second of a cell that stands."""
-    return float(cell["samples_per_second"]["median"])
-
-
-def stands(cell: Cell) -> bool:
-    """Whether a claim may be made of the cell: it ran, and nothing is withheld."""
-    return "samples_per_second" in cell and not cell["withheld"] and not cell["failure"]
+        return speed(self.full) - speed(self.without)
 
 
 def ablations(results: Results) -> list[Ablation]:
@@ -52,7 +42,7 @@ def ablations(results: Results) -> list[Ablation]:
     for (arm, batch), cell in cells.items():
         full = cells.get((_full(arm, results), batch)) if arm in named else None
         if full is not None:
-            pair = ratio(full["samples_per_second"]["repeats"], cell["samples_per_second"]["repeats"])
+            pair = ratio(speeds(full), speeds(cell))
             found.append(Ablation(feature=named[arm], full=full, without=cell, found=pair))
     return found
 

@@ -14,9 +14,8 @@ from somaspeed_patch.ab.gradients import FILE
 from somaspeed_patch.ab.ratios import spread
 from somaspeed_patch.ab.recipe import Recipe
 from somaspeed_patch.ab.runner import FINISHED, Run
-from somaspeed_patch.ab.steps import Series, Step, Update, read
+from somaspeed_patch.ab.steps import PHASES, Series, Step, Update, read
 
-PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
 GIB = 2.0**30
 
 

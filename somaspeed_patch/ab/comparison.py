@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from somaspeed_patch.ab.cells import Cell, speed, speeds, stands
 from somaspeed_patch.ab.ratios import ratio
-
-Cell = Mapping[str, Any]
 
 
 def compare(cells: Sequence[Cell], *, baseline: str, references: Mapping[str, str | None]) -> dict[str, Any]:
@@ -29,8 +28,8 @@ def compare(cells: Sequence[Cell], *, baseline: str, references: Mapping[str, st
             trains on other data.
     """
     same_data = [cell for cell in cells if _on_the_baselines_data(cell["arm"], baseline, references)]
-    native = [cell for cell in same_data if cell["native"] and _stands(cell)]
-    best_native = max(native, key=_speed, default=None)
+    native = [cell for cell in same_data if cell["native"] and stands(cell)]
+    best_native = max(native, key=speed, default=None)
     arms = list(dict.fromkeys(cell["arm"] for cell in cells))
     return {
         "baseline": baseline,
@@ -54,47 +53,33 @@ def _named(cell: Cell) -> dict[str, Any]:
     return {"arm": cell["arm"], "batch": cell["batch"]}
 
 
-def _stands(cell: Cell) -> bool:
-    """Whether it may stand in a ratio."""
-    return "samples_per_second" in cell and not cell["withheld"]
-
-
-def _speed(cell: Cell) -> float:
-    return float(cell["samples_per_second"]["median"])
-
-
-def _repeats(cell: Cell) -> Sequence[float]:
-    repeats: Sequence[float] = cell["samples_per_second"]["repeats"]
-    return repeats
-
-
 def _equal(
     arm: str, reference: str | None, baseline: str, cells: Sequence[Cell], native: Sequence[Cell]
 ) -> list[dict[str, Any]]:
     """A ratio for every batch at which there is something to compare with."""
     found = []
-    for cell in (cell for cell in cells if cell["arm"] == arm and _stands(cell)):
+    for cell in (cell for cell in cells if cell["arm"] == arm and stands(cell)):
         against_any = reference == baseline and not cell["native"]
-        others = native if against_any else [c for c in cells if c["arm"] == reference and _stands(c)]
+        others = native if against_any else [c for c in cells if c["arm"] == reference and stands(c)]
         there = [other for other in others if other["batch"] == cell["batch"]]
         if there:
-            other = max(there, key=_speed)
-            pair = ratio(_repeats(cell), _repeats(other))
+            other = max(there, key=speed)
+            pair = ratio(speeds(cell), speeds(other))
             found.append({"batch": cell["batch"], "against": other["arm"], **pair})
     return found
 
 
 def _best(arm: str, best_native: Cell | None, cells: Sequence[Cell]) -> dict[str, Any] | None:
     """Its fastest cell against the best native one; None for that one's arm, and where no batch is named."""
-    mine = [cell for cell in cells if cell["arm"] == arm and cell["batch"] is not None and _stands(cell)]
+    mine = [cell for cell in cells if cell["arm"] == arm and cell["batch"] is not None and stands(cell)]
     if best_native is None or not mine or arm == best_native["arm"]:
         return None
-    best = max(mine, key=_speed)
+    best = max(mine, key=speed)
     return {
         "batch": best["batch"],
         "against": best_native["arm"],
         "against_batch": best_native["batch"],
-        **ratio(_repeats(best), _repeats(best_native)),
+        **ratio(speeds(best), speeds(best_native)),
     }
 
 

@@ -7,10 +7,10 @@ its fastest batch, against the baseline: batches may differ, as theirs do; `comp
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-Cell = Mapping[str, Any]
+from somaspeed_patch.ab.cells import Cell, speed, stands
 
 
 def entries(cells: Sequence[Cell], *, baseline: str, target_steps: int) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def entries(cells: Sequence[Cell], *, baseline: str, target_steps: int) -> list[
             "world_size": theirs["world_size"],
             "native": _side(theirs, target_steps),
             "somaspeed": _side(mine, target_steps),
-            "speedup": _speed(mine) / _speed(theirs),
+            "speedup": speed(mine) / speed(theirs),
         }
         for theirs, mine in pairs
         if theirs is not None and mine is not None
@@ -31,14 +31,8 @@ def entries(cells: Sequence[Cell], *, baseline: str, target_steps: int) -> list[
 
 
 def _fastest(cells: Sequence[Cell], arm: str) -> Cell | None:
-    mine = [
-        cell for cell in cells if cell["arm"] == arm and "samples_per_second" in cell and not cell["withheld"]
-    ]
-    return max(mine, key=_speed, default=None)
-
-
-def _speed(cell: Cell) -> float:
-    return float(cell["samples_per_second"]["median"])
+    mine = [cell for cell in cells if cell["arm"] == arm and stands(cell)]
+    return max(mine, key=speed, default=None)
 
 
 def _side(cell: Cell, target_steps: int) -> dict[str, Any]:
@@ -51,7 +45,7 @@ def _side(cell: Cell, target_steps: int) -> dict[str, Any]:
             "completed_steps": cell["completed_steps"],
             "target_steps": target_steps,
             "setup_seconds": statistics.median(cell["setup_seconds"]["repeats"]),
-            "samples_per_second_steady": _speed(cell),
+            "samples_per_second_steady": speed(cell),
             "measured_steps": cell["completed_steps"] - cell["discarded"],
         },
         "measured_samples": samples,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -66,6 +66,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     return {"ratio": math.exp(middle), "low": low, "high": high, "ratio_by_repeat": pairs}
 
 
-def within_noise(found: dict[str, Any]) -> bool:
+def within_noise(found: Mapping[str, Any]) -> bool:
     """Whether its interval has room for no difference at all."""
-    return found["low"] is not None and found["low"] <= 1 <= found["high"]
+    low, high = found["low"], found["high"]
+    return low is not None and high is not None and low <= 1 <= high

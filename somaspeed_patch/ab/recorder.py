@@ -40,9 +40,9 @@ from accelerate.state import PartialState
 from somaspeed_patch import features, patching, sites
 from somaspeed_patch.ab import recorder_gradients
 from somaspeed_patch.ab.recorder_profile import UpdateProfile
+from somaspeed_patch.ab.steps import PHASES
 
 REPORT = "somaspeed_report.json"
-PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)

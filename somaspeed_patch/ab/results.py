@@ -21,6 +21,7 @@ from somaspeed_patch._version import __version__
 from somaspeed_patch.ab import cell_runs, machine, published, withheld
 from somaspeed_patch.ab.arms import settings
 from somaspeed_patch.ab.cell_runs import CellRuns
+from somaspeed_patch.ab.cells import SCHEMA
 from somaspeed_patch.ab.comparison import compare
 from somaspeed_patch.ab.gate import Verdict
 from somaspeed_patch.ab.peaks import peak_tflops
@@ -28,8 +29,6 @@ from somaspeed_patch.ab.ratios import spread
 from somaspeed_patch.ab.recipe import Recipe, fill
 from somaspeed_patch.ab.runner import Run
 from somaspeed_patch.ab.verdicts import cells_of, verdicts
-
-SCHEMA = 2
 
 
 def build(recipe: Recipe, runs: Sequence[Run]) -> dict[str, Any]:

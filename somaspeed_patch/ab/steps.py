@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
+"""of an update, in order; they add up to it"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from somaspeed_patch.ab import versus
+from somaspeed_patch.ab.cells import Cell, speed
 from somaspeed_patch.ab.table import Row, markdown_table, rows
 
 Results = Mapping[str, Any]
-Cell = Mapping[str, Any]
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 _COLUMNS = ("arm", "batch", "samples/s (p20-p80)", "peak GiB", "MFU", "equal batch", "best batch")
@@ -75,7 +75,7 @@ def _cells(results: Results) -> Iterator[Cell]:
     for arm in arms:
         mine = [cell for cell in cells if cell["arm"] == arm]
         if mine:
-            yield max(mine, key=lambda cell: float(cell["samples_per_second"]["median"]))
+            yield max(mine, key=lambda cell: speed(cell))
     yield from (cell for cell in cells if {"arm": cell["arm"], "batch": cell["batch"]} == best)
 
 

@@ -115,7 +115,7 @@ def _named(arm: SyntheticArm, batch: int | None) -> dict[str, Any]:
 
 def _red(arm: SyntheticArm, verdict: Mapping[str, Any]) -> dict[str, Any]:
     """An arm that was not measured, because its gate is red."""
-    return {**_named(arm, None), **work(None, None, (), 1), "failure": "", "peak_allocated_gib": None}
+    return {**_named(arm, None), **work(None, None, (), 1), "peak_allocated_gib": None}
 
 
 def _cell(

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from somaspeed_patch.ab import figures
+from somaspeed_patch.ab.cells import Cell, cell_name, phases_of
 from somaspeed_patch.ab.words import findings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Results = Mapping[str, Any]
-Cell = Mapping[str, Any]
 Row = tuple[str, ...]
-
-_PHASES = ("data", "preprocess", "forward", "backward", "optimizer")
 
 
 def rows(results: Results, brief: bool = False) -> list[Row]:
@@ -37,7 +35,7 @@ def rows(results: Results, brief: bool = False) -> list[Row]:
 def phase_rows(results: Results) -> list[Row]:
     """Header and a line for each cell that was measured: ms of each phase of a step."""
     cells = [cell for cell in results["cells"] if cell.get("phase_seconds")]
-    phases = [phase for phase in _PHASES if any(phase in cell["phase_seconds"] for cell in cells)]
+    phases = phases_of(cells)
     lines = [
         (
             cell["arm"],
@@ -168,7 +166,7 @@ def _batch(cell: Cell) -> str:
 
 
 def _name(cell: Cell) -> str:
-    return cell["arm"] if cell["batch"] is None else f"{cell['arm']} at batch {cell['batch']}"
+    return cell_name(cell["arm"], cell["batch"])
 
 
 def _loader_sentence(cell: Cell) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from somaspeed_patch.ab.cells import SCHEMA, cell_name, speed
+
 Results = Mapping[str, Any]
 Claim = tuple[str, str, int | None]  # arm, equal_batch or best_batch, batch
 
@@ -24,9 +26,9 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: expected a results.json of somaspeed ab, but: {error}") from error
-    if not isinstance(found, dict) or found.get("schema") != 2:
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(
-            f"{path}: expected a results.json of somaspeed ab with schema 2; run the recipe again"
+            f"{path}: expected a results.json of somaspeed ab with schema {SCHEMA}; run the recipe again"
         )
     return found
 
@@ -46,7 +48,9 @@ def lines(old: Results, new: Results) -> list[tuple[str, str, str, str]]:
     before, after = claims(old), claims(new)
     rows = [("", "old", "new", "new / old")]
     speeds = _speeds(old), _speeds(new)
-    rows += [_line(f"{_cell(cell)}, samples/s", *(s.get(cell) for s in speeds)) for cell in _keys(*speeds)]
+    rows += [
+        _line(f"{cell_name(*cell)}, samples/s", *(s.get(cell) for s in speeds)) for cell in _keys(*speeds)
+    ]
     rows += [_line(_claim(claim), before.get(claim), after.get(claim)) for claim in _keys(before, after)]
     return rows
 
@@ -88,20 +92,13 @@ def _recipe(results: Results) -> str:
 
 def _speeds(results: Results) -> dict[tuple[str, int | None], float]:
     return {
-        (cell["arm"], cell["batch"]): cell["samples_per_second"]["median"]
-        for cell in results["cells"]
-        if "samples_per_second" in cell
+        (cell["arm"], cell["batch"]): speed(cell) for cell in results["cells"] if "samples_per_second" in cell
     }
 
 
 def _keys(*mappings: Mapping[Any, float]) -> Iterator[Any]:
     """Those of all, in order, once."""
     yield from dict.fromkeys(key for mapping in mappings for key in mapping)
-
-
-def _cell(cell: tuple[str, int | None]) -> str:
-    arm, batch = cell
-    return arm if batch is None else f"{arm} at batch {batch}"
 
 
 def _claim(claim: Claim) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from somaspeed_patch.ab import figures
 from somaspeed_patch.ab.ablations import Ablation, ablated, ablations
 from somaspeed_patch.ab.figures import Sentence, say
+from somaspeed_patch.ab.ratios import within_noise
 
 Results = Mapping[str, Any]
 
@@ -62,7 +63,7 @@ def verdict(found: Mapping[str, Any]) -> str:
     low, high = found["low"], found["high"]
     if low is None or high is None:
         return SINGLE
-    if low <= 1 <= high:
+    if within_noise(found):
         return SAME
     return FASTER if low > 1 else SLOWER
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from somaspeed_patch.ab import figures
-from somaspeed_patch.ab.ablations import Ablation, median
+from somaspeed_patch.ab.ablations import Ablation
+from somaspeed_patch.ab.cells import speed
 from somaspeed_patch.ab.figures import Shown, say
 from somaspeed_patch.ab.words import batch_words, contributed
 from somaspeed_patch.ab_page.charts import LOSS, OURS, PAGE, TEXT, Chart, Key, Sheet, both, marked
@@ -46,21 +47,21 @@ def _batch(group: Sequence[Ablation]) -> int | None:
 
 
 def _described(one: Ablation) -> str:
-    speeds = [figures.plain(median(cell)) for cell in (one.full, one.without)]
+    speeds = [figures.plain(speed(cell)) for cell in (one.full, one.without)]
     return f"{one.feature}: {speeds[0]} samples/s with it, {speeds[1]} without; {say(contributed(one))}"
 
 
 def gain(one: Ablation) -> Shown:
     """The contribution in samples/s, with its sign."""
-    return Shown(text=f"{one.gain:+.{1 if median(one.full) >= 10 else 3}f}", value=one.gain, derived=True)
+    return Shown(text=f"{one.gain:+.{1 if speed(one.full) >= 10 else 3}f}", value=one.gain, derived=True)
 
 
 def _draw(group: Sequence[Ablation], width: int) -> Sheet:
-    full = median(group[0].full)
+    full = speed(group[0].full)
     costs = any(one.gain < 0 for one in group)
     rows = [Row(name=group[0].full["arm"], suffix="", words="", end=figures.plain(full))]
     rows += [Row(name=f"without {one.feature}", suffix="", words="", end=gain(one)) for one in group]
-    limit = max(full, *(median(one.without) for one in group)) * 1.02
+    limit = max(full, *(speed(one.without) for one in group)) * 1.02
     laid = lay_out(rows, width, limit=limit, unit="samples/s", keys=_KEYS if costs else _KEYS[:2])
     laid.axes.barh(laid.middles[0], full, THICK, gid=marked(full), clip_on=False, **OURS_STYLE)
     laid.axes.plot(
@@ -77,7 +78,7 @@ def _draw(group: Sequence[Ablation], width: int) -> Sheet:
 
 
 def _step(laid: Rows, one: Ablation, full: float, y: float) -> None:
-    without = median(one.without)
+    without = speed(one.without)
     left, length = min(full, without), abs(full - without)
     drawn = _GAIN if one.gain >= 0 else _COST
     gid = marked(one.gain, derived=True)

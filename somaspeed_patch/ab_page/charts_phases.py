@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from somaspeed_patch.ab import figures
+from somaspeed_patch.ab.cells import PHASES, phases_of
 from somaspeed_patch.ab.figures import say
 from somaspeed_patch.ab.words import batch_words, blocked
 from somaspeed_patch.ab_page.charts import PAGE, SERIES, Chart, Key, Sheet, both, marked, text_width, write
 from somaspeed_patch.ab_page.charts_rows import THICK, Cell, Rows, cell_row, lay_out
 
-PHASES = ("data", "preprocess", "forward", "backward", "optimizer", "communication")
 _HATCHES = ("\\\\\\", "xxx", "", "///", "|||", "---")
 
 
@@ -23,11 +23,6 @@ def _style(phase: str) -> dict[str, Any]:
 def drawn(cell: Cell) -> bool:
     """Whether the cell has a bar here."""
     return not blocked(cell) and bool(cell.get("phase_seconds"))
-
-
-def present(cells: Sequence[Cell]) -> list[str]:
-    """The phases that any cell of these has, in order."""
-    return [phase for phase in PHASES if any(phase in cell.get("phase_seconds", {}) for cell in cells)]
 
 
 def phase_stacks(cells: Sequence[Cell], prefix: str) -> Chart:
@@ -47,7 +42,7 @@ def _described(cell: Cell) -> str:
 
 
 def _draw(cells: Sequence[Cell], width: int) -> Sheet:
-    keys = [Key(words=phase, style=_style(phase)) for phase in present(cells)]
+    keys = [Key(words=phase, style=_style(phase)) for phase in phases_of(cells)]
     rows = [cell_row(cell, figures.milliseconds(cell["step_seconds"]["median"])) for cell in cells]
     limit = max(sum(cell["phase_seconds"].get(phase, 0.0) for phase in PHASES) for cell in cells) * 1e3
     laid = lay_out(rows, width, limit=limit, unit="ms by phase; at the right the whole step", keys=keys)

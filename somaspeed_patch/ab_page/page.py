@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from somaspeed_patch.ab import words
 from somaspeed_patch.ab.ablations import Ablation, ablations
+from somaspeed_patch.ab.cells import SCHEMA
 from somaspeed_patch.ab.figures import Sentence, Shown
 from somaspeed_patch.ab_page import tables
 from somaspeed_patch.ab_page.charts import Chart
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 Results = Mapping[str, Any]
 
-SCHEMA = 2
 _OPEN = 3  # sentences that are shown without asking
 _LONG = 12  # rows from which a table is folded
 

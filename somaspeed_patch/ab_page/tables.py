@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from somaspeed_patch.ab import figures
-from somaspeed_patch.ab.ablations import Ablation, median
+from somaspeed_patch.ab.ablations import Ablation
+from somaspeed_patch.ab.cells import phases_of, speed
 from somaspeed_patch.ab.figures import Sentence, Shown
 from somaspeed_patch.ab.words import SAME, batch_words, blocked, interval, verdict
 from somaspeed_patch.ab_page.charts_ablation import gain
 from somaspeed_patch.ab_page.charts_loss import named
-from somaspeed_patch.ab_page.charts_phases import present
 
 Results = Mapping[str, Any]
 Cell = Mapping[str, Any]
@@ -150,7 +150,7 @@ def detail_table(results: Results) -> Table:
     cells = results["cells"]
     phases = [
         (Column(title=f"{phase}, ms"), _inner("phase_seconds", phase, figures.milliseconds))
-        for phase in present(cells)
+        for phase in phases_of(cells)
     ]
     exposed, share = "exposed_communication_seconds", "communication_seconds"
     shows = [
@@ -287,8 +287,8 @@ def ablation_table(group: Sequence[Ablation]) -> Table:
     rows = [
         [
             line(one.feature),
-            line(figures.plain(median(full))),
-            line(figures.plain(median(one.without))),
+            line(figures.plain(speed(full))),
+            line(figures.plain(speed(one.without))),
             line(gain(one)),
             line(figures.ratio(one.found["ratio"], derived=True)),
             _bounds(one.found),
