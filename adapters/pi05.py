@@ -135,3 +135,6 @@ def release() -> None:
     forward = sys.modules.get("somaspeed_patch.pi05.forward")
     if forward is not None:
         forward.release()
+    attention = sys.modules.get("somaspeed_patch.kernels.split_attention")
+    if attention is not None:
+        attention.last_refusal = None  # else the next patch's report gives the reason of this one's calls

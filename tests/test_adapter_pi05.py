@@ -86,6 +86,19 @@ def test_every_feature_can_be_off(feature):
         assert_same_step(native, step(policy, batch))
 
 
+def test_a_report_gives_no_reason_of_an_earlier_patch():
+    def reason():
+        return next(site.reason for site in somaspeed_patch.report().sites if site.site == "pi05/split_attention")
+
+    policy = make_policy(**EXPERT_ONLY)
+    batch = make_batch(policy)
+    with somaspeed_patch.patched("pi05"):
+        step(policy, batch)
+        assert reason().startswith("plain PyTorch: ")
+    with somaspeed_patch.patched("pi05"):
+        assert reason() == ""
+
+
 def test_per_sample_losses():
     policy = make_policy(**EXPERT_ONLY, cameras=2)
     batch = make_batch(policy, language_lengths=[48, 7, 1, 20])
