@@ -62,6 +62,14 @@ def _embed_prefix(original: Any) -> Any:
     return wrapt.FunctionWrapper(original, forward.frozen_vision)
 
 
+def _through_units(original: Any) -> Any:
+    from somaspeed_patch.layouts import pi05_layers
+
+    names = ["inputs_embeds", "attention_mask", "position_ids", "adarms_cond", "layers", "rotary_emb"]
+    with_parameters(original, names)
+    return wrapt.FunctionWrapper(original, pi05_layers.joint_layers)
+
+
 def _bypassing(original: Any) -> Any:
     from somaspeed_patch.pi05 import host_compile
 
@@ -83,7 +91,8 @@ def _carrying(original: Any) -> Any:
     return wrapt.FunctionWrapper(original, fact_hooks.to_device)
 
 
-PATCHES = [
+PATCHES = [  # compute_layer_complete first: the forward's hook notes it
+    Patch(module=_MODEL, name="compute_layer_complete", make=_through_units, site="layers"),
     Patch(module=_MODEL, name="PI05Pytorch.forward", make=_forward, site="frozen_prefix"),
     Patch(module=_MODEL, name="PI05Pytorch.embed_prefix", make=_embed_prefix, site="frozen_vision"),
     Patch(module=_MODEL, name="PI05Policy.forward", make=_bypassing, site="host_compile"),
@@ -135,6 +144,6 @@ def release() -> None:
     forward = sys.modules.get("somaspeed_patch.pi05.forward")
     if forward is not None:
         forward.release()
-    attention = sys.modules.get("somaspeed_patch.kernels.split_attention")
+    attention: Any = sys.modules.get("somaspeed_patch.kernels.split_attention")
     if attention is not None:
         attention.last_refusal = None  # else the next patch's report gives the reason of this one's calls

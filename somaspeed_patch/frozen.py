@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from somaspeed_patch import features, sites
 
@@ -70,18 +71,20 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def why_not_frozen(module: nn.Module, cut_off: bool = False) -> str | None:
+def why_not_frozen(module: nn.Module, cut_off: bool = False, sharded: bool = False) -> str | None:
     """Why `module` cannot be run once without gradient, or None.
 
     Args:
         cut_off: nothing of the loss reaches it, so its parameters may require a gradient that never comes.
+        sharded: the caller runs layers through `layouts.units`, so their weights may be FSDP2's shards.
     """
-    if not any(_is_in_the_way(child, cut_off) for child in walk(module)):
+    kinds = (nn.Parameter, DTensor) if sharded else (nn.Parameter,)
+    if not any(_is_in_the_way(child, cut_off, kinds) for child in walk(module)):
         return None
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not cut_off:
             return f"{name} trains"
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) not in kinds:
             return f"{name} is a {type(parameter).__name__}, not a plain parameter"
     return next((why for why in map(_why_stateful, module.modules()) if why), None)
 
@@ -95,11 +98,11 @@ def walk(module: nn.Module) -> Iterator[nn.Module]:
         stack.extend(child for child in current._modules.values() if child is not None)
 
 
-def _is_in_the_way(module: nn.Module, cut_off: bool) -> bool:
+def _is_in_the_way(module: nn.Module, cut_off: bool, kinds: tuple[type, ...]) -> bool:
     for parameter in module._parameters.values():
         if parameter is None:
             continue
-        if (parameter.requires_grad and not cut_off) or type(parameter) is not nn.Parameter:
+        if (parameter.requires_grad and not cut_off) or type(parameter) not in kinds:
             return True
     return _why_stateful(module) is not None
 

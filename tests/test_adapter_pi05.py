@@ -88,7 +88,9 @@ def test_every_feature_can_be_off(feature):
 
 def test_a_report_gives_no_reason_of_an_earlier_patch():
     def reason():
-        return next(site.reason for site in somaspeed_patch.report().sites if site.site == "pi05/split_attention")
+        return next(
+            site.reason for site in somaspeed_patch.report().sites if site.site == "pi05/split_attention"
+        )
 
     policy = make_policy(**EXPERT_ONLY)
     batch = make_batch(policy)
@@ -393,8 +395,8 @@ def test_a_replaced_joint_layer_is_respected(monkeypatch):
         seen.append(1)
         return original(*args, **kwargs)
 
-    with somaspeed_patch.patched("pi05"):
-        monkeypatch.setattr(modeling_pi05, "compute_layer_complete", theirs)
+    with somaspeed_patch.patched("pi05"), monkeypatch.context() as on_top:
+        on_top.setattr(modeling_pi05, "compute_layer_complete", theirs)
         step(policy, make_batch(policy))
     assert len(seen) == 2  # layers
 

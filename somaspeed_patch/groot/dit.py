@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from somaspeed_patch import compiled, constants, facts, features, frozen, guarded, recompute, sites
 from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
+from somaspeed_patch.layouts import units
 
 _processors: dict[type, Any] = {}
 
@@ -129,10 +130,10 @@ def _forward(
     passed = [hidden]
     for index, block in enumerate(dit.transformer_blocks):
         if index % 2:
-            hidden = _layer_of(self_block)(block, hidden, temb)
+            hidden = _through(self_block, block, hidden, temb)
         else:
             tokens = text if index % (2 * dit.attend_text_every_n_blocks) == 0 else images
-            hidden = _layer_of(cross_block)(block, hidden, _projected(tokens, block), tokens.mask, temb)
+            hidden = _through(cross_block, block, hidden, _projected(tokens, block), tokens.mask, temb)
         passed.append(hidden)
     shift, scale = dit.proj_out_1(F.silu(temb)).chunk(2, dim=1)
     result = dit.proj_out_2(dit.norm_out(hidden) * (1 + scale[:, None]) + shift[:, None])
@@ -143,9 +144,15 @@ def _self_attention(transformer: Any, hidden_states: Tensor, return_all_hidden_s
     hidden = hidden_states.contiguous()
     passed = [hidden]
     for block in transformer.transformer_blocks:
-        hidden = _layer_of(backbone_block)(block, hidden)
+        hidden = _through(backbone_block, block, hidden)
         passed.append(hidden)
     return (hidden, passed) if return_all_hidden_states else hidden
+
+
+def _through(eager: Callable[..., Any], block: Any, *args: Any) -> Any:
+    """A block's call, compiled or not; a compiled one does not run the block's own hooks."""
+    layer = _layer_of(eager)
+    return layer(block, *args) if layer is eager else units.call(block, layer, *args)
 
 
 def _modalities(states: Tensor, image_mask: Any, valid: Any) -> tuple[Tokens, Tokens]:

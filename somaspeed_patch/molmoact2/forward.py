@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from somaspeed_patch import constants, frozen, guarded, sites
 from somaspeed_patch.compiled import Layers
+from somaspeed_patch.layouts import units
 from somaspeed_patch.molmoact2 import context, expert, flow, inputs, refusals
 from somaspeed_patch.molmoact2.expert import Rows
 
@@ -106,8 +107,8 @@ def _expert_step(policy: Any, block: Any, hidden: Tensor, *rest: Any) -> Tensor:
     """One layer of the expert, kept or recomputed in the backward as the host's configuration says."""
     step = _layers.of(expert.expert_layer)
     if policy.config.gradient_checkpointing and policy.training and torch.is_grad_enabled():
-        return checkpoint(step, block, hidden, *rest, use_reentrant=False)
-    return step(block, hidden, *rest)
+        return checkpoint(units.call, block, step, hidden, *rest, use_reentrant=False)
+    return units.call(block, step, hidden, *rest)
 
 
 def _joint(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
@@ -130,7 +131,8 @@ def _joint(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
         if policy.config.enable_knowledge_insulation:
             key, value = key.detach(), value.detach()
         rest = expert.arguments(action_expert, key, value, rows)
-        return language, _layers.of(expert.expert_layer)(action_expert.blocks[index], actions, *rest)
+        step = _layers.of(expert.expert_layer)
+        return language, units.call(action_expert.blocks[index], step, actions, *rest)
 
     def run(rows: Rows, actions: Tensor) -> tuple[Tensor, Tensor | None]:
         language = embeddings

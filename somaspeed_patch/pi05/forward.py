@@ -13,6 +13,7 @@ from torch import Tensor
 
 from somaspeed_patch import features, frozen, guarded, sites
 from somaspeed_patch.compiled import CompiledLayer, compile_in_place, eager_again
+from somaspeed_patch.layouts import units
 from somaspeed_patch.pi05 import expert, prefix
 from somaspeed_patch.sites import Site
 
@@ -74,7 +75,8 @@ def refusal(model: Any) -> str | None:
     kv_heads = joint.paligemma.config.text_config.num_key_value_heads
     if kv_heads != 1:
         return f"needs one K/V head for all query heads, found {kv_heads}"
-    why = frozen.why_not_frozen(joint.paligemma.model)  # not its lm_head, which no training step computes
+    # Not its lm_head, which no training step computes.
+    why = frozen.why_not_frozen(joint.paligemma.model, sharded=True)
     return None if why is None else f"the PaliGemma side is not frozen: {why}"
 
 
@@ -141,7 +143,7 @@ def _trunk(model: Any, device: torch.device) -> Any:
     """The frozen PaliGemmaModel to run: the host's, or a copy with its autocast weights cast once."""
     host = model.paligemma_with_expert.paligemma.model
     dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None
-    if dtype is None and not _compiling(model):
+    if (dtype is None and not _compiling(model)) or units.is_sharded(host.language_model.layers[0]):
         return host
     if dtype is not None:
         sites.site("pi05/cast_once").ran()
@@ -155,7 +157,7 @@ def _embed(
         return prefix.embed(trunk, images, tokens, layout)
     site = _compile_site()
     vision_layers = trunk.vision_tower.vision_model.encoder.layers
-    if site.last_fallback is None:
+    if site.last_fallback is None and not units.is_sharded(vision_layers[0]):
         compile_in_place(vision_layers)
     try:
         return prefix.embed(trunk, images, tokens, layout)

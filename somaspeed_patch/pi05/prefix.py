@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch.kernels.split_attention import split_attention
+from somaspeed_patch.layouts import units
 from somaspeed_patch.pi05 import hints
 
 # Language slots: LIBERO prompts take about 60, and few lengths mean few compiled graphs.
@@ -154,10 +155,10 @@ def run(
     hidden = embeddings
     step = layer_fn or prefix_layer
     for layer in language_model.layers[:-1]:
-        hidden, key, value = step(layer, hidden, cos, sin, layout.length, layout.mask, attention)
+        hidden, key, value = units.call(layer, step, hidden, cos, sin, layout.length, layout.mask, attention)
         keys.append(key)
         values.append(value)
-    key, value = _keys_values(language_model.layers[-1], hidden, cos, sin)[1:]
+    key, value = units.call(language_model.layers[-1], _keys_values, hidden, cos, sin)[1:]
     keys.append(key)
     values.append(value)
     return Prefix(keys=keys, values=values, length=layout.length, mask=layout.mask, offset=_offset(layout))

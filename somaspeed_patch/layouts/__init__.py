@@ -1,0 +1,14 @@
+"""Layouts: how one training run lies on many devices, chosen by one string.
+
+    layout.py     `dp_replicate=2,dp_shard=4` -> Layout, checked against the number of ranks
+    families.py   per model family, as data: which modules are gathered together
+    units.py      run our own code in a unit's place, so that FSDP2 gathers what it reads
+    shard.py      torch's fully_shard over a family's units
+    launch.py     what accelerate is told, and what it calls instead of its own wrapping
+    states.py     the host's checkpoint format out of sharded state, and back into it
+    pi05_layers.py  pi0.5 on its native path: one function reads two layers
+    unused.py     trainable parameters that never get a gradient, by name
+    evaluation.py the main process evaluates alone, with whole weights
+
+The engine is the host's: accelerate's FSDP2, which is torch's.
+"""

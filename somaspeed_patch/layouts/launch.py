@@ -1,0 +1,120 @@
+"""What accelerate is told at the start of a run, and what it calls instead of its own wrapping.
+
+accelerate's FSDP2 does everything else: it moves the optimizer to the new parameters, reads the clipping's
+norm over the mesh, shards the data by the mesh's data axes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from somaspeed_patch import features, sites
+from somaspeed_patch.layouts import families, unused
+from somaspeed_patch.layouts.layout import Layout, parse
+from somaspeed_patch.layouts.shard import shard
+
+log = logging.getLogger(__name__)
+
+SITE = "layouts/shard"
+_OWN_ENGINES = (
+    "fsdp_plugin",
+    "deepspeed_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+)
+
+
+def accelerator(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Accelerator.__init__: refuse a mesh that does not fit; else ask for accelerate's FSDP2 over it."""
+    text = features.value("layout")
+    if text is None:
+        return wrapped(*args, **kwargs)
+    layout = parse(str(text)).on(_ranks_started())
+    own = [name for name in _OWN_ENGINES if kwargs.get(name) is not None]
+    if own:
+        raise ValueError(f"layout: this host gives Accelerator its own {', '.join(own)}; drop one of the two")
+    if not layout.shards or not _launched():
+        sites.site(SITE).declined(_why_hosts(layout))
+        return wrapped(*args, **kwargs)
+    return wrapped(*args, **{**kwargs, **_asked(layout, kwargs)})
+
+
+def _ranks_started() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _launched() -> bool:
+    """Whether a launcher set up ranks, be it one: torch's process group needs its variables."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def _why_hosts(layout: Layout) -> str:
+    if not layout.shards:
+        return f"{layout.dp_replicate} replicas and no shards: the host's own DistributedDataParallel"
+    return "one process without a launcher: nothing to split; torchrun --nproc_per_node 1 goes through FSDP2"
+
+
+def _asked(layout: Layout, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What accelerate takes to switch its FSDP2 on."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    _count_a_cpu_as_a_device(kwargs)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=layout.reshard != "never",
+        cpu_ram_efficient_loading=False,  # every rank has read the weights by then
+    )
+    sizes = {"dp_replicate_size": layout.dp_replicate, "dp_shard_size": layout.dp_shard}
+    return {"fsdp_plugin": plugin, "parallelism_config": ParallelismConfig(**sizes)}
+
+
+def _count_a_cpu_as_a_device(kwargs: Mapping[str, Any]) -> None:
+    """accelerate has FSDP for accelerators only; on gloo it works as well, and is how it is tested."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+    groups = (h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, InitProcessGroupKwargs))
+    state = PartialState(cpu=bool(kwargs.get("cpu")), **next((h.to_kwargs() for h in groups), {}))
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU
+
+
+def prepare_model(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """accelerate's fsdp2_prepare_model(accelerator, model): our units, where we know the model."""
+    return _prepare(wrapped, *args, **kwargs)
+
+
+def _prepare(wrapped: Any, accelerator: Any, model: nn.Module) -> nn.Module:
+    text, site = features.value("layout"), sites.site(SITE)
+    if text is None:
+        return wrapped(accelerator, model)  # type: ignore[no-any-return]
+    family = families.of(model)
+    if family is None:
+        known = ", ".join(family.name for family in families.FAMILIES)
+        site.declined(f"{type(model).__name__} is none of {known}: accelerate's own wrapping")
+        return wrapped(accelerator, model)  # type: ignore[no-any-return]
+    layout = parse(str(text)).on(accelerator.num_processes)
+    model.to(accelerator.device)
+    result = shard(model, family, layout, _mesh(accelerator))
+    site.ran()
+    site.reason = str(result)
+    unused.watch(model)
+    if accelerator.is_main_process:
+        log.info("layout: %s", result)
+    return model
+
+
+def _mesh(accelerator: Any) -> DeviceMesh:
+    """The data axes of accelerate's mesh; for one rank it makes none."""
+    mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
+    if mesh is None:
+        return init_device_mesh(accelerator.device.type, (1,), mesh_dim_names=("dp_shard",))
+    return mesh[tuple(config.fsdp_dim_names)]  # type: ignore[no-any-return]

@@ -1,0 +1,174 @@
+"""torch's fully_shard over the units of a model family, from the inside out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from somaspeed_patch.layouts import families
+from somaspeed_patch.layouts.families import Family
+from somaspeed_patch.layouts.layout import Layout
+
+_RESHARD = {"always": True, "never": False, "default": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """What became of a model."""
+
+    family: str
+    layout: Layout
+    units: int
+    trainable: int
+    """numbers in parameters that train"""
+    frozen: int
+    """numbers in those that do not"""
+
+    def __str__(self) -> str:
+        frozen = {"whole": "whole on every rank", "gathered": "gathered once", "sharded": "sharded too"}
+        return (
+            f"{self.family}, {self.layout.dp_replicate} x {self.layout.dp_shard} ranks, {self.units} units: "
+            f"{self.trainable / 1e6:,.1f} M trainable numbers in {self.layout.dp_shard} shards, "
+            f"{self.frozen / 1e6:,.1f} M frozen ones {frozen[self.layout.frozen]}"
+        )
+
+
+def shard(model: nn.Module, family: Family, layout: Layout, mesh: DeviceMesh) -> Sharded:
+    """Split the parameters of `model` over `mesh`, in place.
+
+    Dtypes stay the host's: its optimizer updates what it would update alone. Gradients are averaged in fp32.
+
+    Args:
+        mesh: one axis (FSDP2), or two, of which the first replicates (HSDP).
+
+    Raises: ValueError: a parameter is shared by modules of different units.
+    """
+    _same_everywhere(model)
+    counts = _numbers(model, trains=True), _numbers(model, trains=False)
+    whole = {p for p in model.parameters() if not p.requires_grad} if layout.frozen == "whole" else set()
+    made = _Units(model, mesh, _RESHARD[layout.reshard], whole)
+    for name, module in families.modules(model, (*family.called_alone, *family.never_run, *family.units)):
+        made.add(name, module)
+    made.add_root()
+    for name in family.entries:
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
+    _unmark(model)
+    if layout.frozen == "gathered":
+        _keep_gathered(made.units)
+    trainable, frozen = counts
+    return Sharded(
+        family=family.name, layout=layout, units=len(made.units), trainable=trainable, frozen=frozen
+    )
+
+
+def _numbers(model: nn.Module, *, trains: bool) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad is trains)
+
+
+@torch.no_grad()
+def _same_everywhere(model: nn.Module) -> None:
+    """Every rank starts from rank 0's weights and buffers, as DistributedDataParallel sees to it."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+
+
+class _Units:
+    """The units made so far."""
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, reshard: bool | None, whole: set[nn.Parameter]
+    ) -> None:
+        self.units: list[FSDPModule] = []
+        self._model, self._whole, self._homes = model, whole, _homes(model)
+        self._options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": reshard,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        }
+
+    def add(self, name: str, module: nn.Module) -> None:
+        """A unit of one module, unless there is nothing to split in it."""
+        mine = self._unsplit(module)
+        if not mine:
+            return
+        inside = set(module.modules())
+        for parameter in mine:
+            outside = [other for home, other in self._homes[parameter] if home not in inside]
+            if outside:
+                raise ValueError(
+                    f"layout: {name} shares a parameter with {', '.join(outside)}: they cannot be gathered"
+                    " apart; untie them, or freeze them and use frozen=whole"
+                )
+        self._split(module, mine)
+
+    def add_root(self) -> None:
+        """What is left, gathered for the whole step."""
+        if self._options["reshard_after_forward"]:
+            self._options["reshard_after_forward"] = None  # the backward would gather it again at once
+        self._split(self._model, self._unsplit(self._model))
+
+    def _unsplit(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p not in self._whole and not isinstance(p, DTensor)]
+
+    def _split(self, module: nn.Module, mine: list[nn.Parameter]) -> None:
+        for part in (*_of_rarer_dtypes(module, mine), module):
+            ignored = {p for p in part.parameters() if p in self._whole}
+            self.units.append(fully_shard(part, ignored_params=ignored, **self._options))
+
+
+def _homes(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """The modules that hold each parameter, with the name it has there: several for a shared one."""
+    homes: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            homes.setdefault(parameter, []).append((module, name))
+    return homes
+
+
+def _of_rarer_dtypes(module: nn.Module, mine: list[nn.Parameter]) -> list[nn.Module]:
+    """Submodules with trainable parameters of a rarer dtype: FSDP2 takes one dtype a unit."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in mine:
+        if parameter.requires_grad:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    if len(sizes) < 2:
+        return []
+    most, own = max(sizes, key=lambda dtype: sizes[dtype]), set(mine)
+    return [
+        part
+        for part in module.modules()
+        if part is not module
+        and any(p in own and p.requires_grad and p.dtype != most for p in part.parameters(recurse=False))
+    ]
+
+
+def _unmark(model: nn.Module) -> None:
+    """Take torch's note for dynamo off modules in which nothing trains; FSDP1, which they must not look like,
+    leaves the same."""
+    for module in model.modules():
+        if not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            vars(module).pop("_is_fsdp_managed_module", None)
+
+
+def _keep_gathered(units: Iterable[FSDPModule]) -> None:
+    """Gather the units in which nothing trains now, for good."""
+    for unit in units:
+        state: Any = unit
+        if not any(p.requires_grad for p in state.parameters()):
+            state.set_reshard_after_forward(False, recurse=False)
+            state.set_reshard_after_backward(False, recurse=False)
+            state.unshard()
