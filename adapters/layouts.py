@@ -37,6 +37,17 @@ def _hooked(part: str, hook: str, *names: str) -> Callable[[Any], Any]:
     return make
 
 
+def _property(name: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        from somaspeed_patch.layouts import launch
+
+        if not isinstance(original, property):
+            raise AttributeError(f"Accelerator.{name} is no property")
+        return getattr(launch, name)(original)
+
+    return make
+
+
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 PATCHES = [
     Patch(
@@ -44,6 +55,10 @@ PATCHES = [
         name="Accelerator.__init__",
         make=_hooked("launch", "accelerator"),
         site="mesh",
+    ),
+    *(
+        Patch(module="accelerate.accelerator", name=f"Accelerator.{name}", make=_property(name), site="data")
+        for name in ("num_processes", "process_index")
     ),
     Patch(
         module="accelerate.accelerator",

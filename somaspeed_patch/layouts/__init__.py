@@ -1,6 +1,7 @@
 """Layouts: how one training run lies on many devices, chosen by one string.
 
     layout.py     `dp_replicate=2,dp_shard=4` -> Layout, checked against the number of ranks
+    mesh.py       the ranks in four axes, and whose batch is whose
     families.py   per model family, as data: which modules are gathered together
     units.py      run our own code in a unit's place, so that FSDP2 gathers what it reads
     shard.py      torch's fully_shard over a family's units

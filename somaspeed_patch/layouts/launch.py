@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from somaspeed_patch import features, sites
-from somaspeed_patch.layouts import families, unused
+from somaspeed_patch.layouts import families, mesh, unused
 from somaspeed_patch.layouts.layout import Layout, parse
 from somaspeed_patch.layouts.shard import shard
 
@@ -43,7 +42,9 @@ def accelerator(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapp
     if not layout.shards or not _launched():
         sites.site(SITE).declined(_why_hosts(layout))
         return wrapped(*args, **kwargs)
-    return wrapped(*args, **{**kwargs, **_asked(layout, kwargs)})
+    result = wrapped(*args, **{**kwargs, "fsdp_plugin": _plugin(layout, kwargs)})
+    mesh.attach(instance, mesh.build(layout, instance.device.type))
+    return result
 
 
 def _ranks_started() -> int:
@@ -61,19 +62,16 @@ def _why_hosts(layout: Layout) -> str:
     return "one process without a launcher: nothing to split; torchrun --nproc_per_node 1 goes through FSDP2"
 
 
-def _asked(layout: Layout, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What accelerate takes to switch its FSDP2 on."""
-    from accelerate.parallelism_config import ParallelismConfig
+def _plugin(layout: Layout, kwargs: Mapping[str, Any]) -> Any:
+    """What accelerate takes to switch its FSDP2 on; the mesh stays ours, for it has no pp."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     _count_a_cpu_as_a_device(kwargs)
-    plugin = FullyShardedDataParallelPlugin(
+    return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=layout.reshard != "never",
         cpu_ram_efficient_loading=False,  # every rank has read the weights by then
     )
-    sizes = {"dp_replicate_size": layout.dp_replicate, "dp_shard_size": layout.dp_shard}
-    return {"fsdp_plugin": plugin, "parallelism_config": ParallelismConfig(**sizes)}
 
 
 def _count_a_cpu_as_a_device(kwargs: Mapping[str, Any]) -> None:
@@ -87,34 +85,39 @@ def _count_a_cpu_as_a_device(kwargs: Mapping[str, Any]) -> None:
         state.distributed_type = DistributedType.MULTI_GPU
 
 
+def num_processes(original: property) -> property:
+    """Accelerator.num_processes: of a layout, the number of different batches; what the host counts by."""
+    return property(lambda self: _own(mesh.replicas(self), original, self))
+
+
+def process_index(original: property) -> property:
+    """Accelerator.process_index: of a layout, which of those batches is this rank's."""
+    return property(lambda self: _own(mesh.replica(self), original, self))
+
+
+def _own(found: int | None, original: property, instance: Any) -> Any:
+    return original.__get__(instance) if found is None else found
+
+
 def prepare_model(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """accelerate's fsdp2_prepare_model(accelerator, model): our units, where we know the model."""
     return _prepare(wrapped, *args, **kwargs)
 
 
 def _prepare(wrapped: Any, accelerator: Any, model: nn.Module) -> nn.Module:
-    text, site = features.value("layout"), sites.site(SITE)
-    if text is None:
+    axes, site = mesh.of(accelerator), sites.site(SITE)
+    if axes is None:
         return wrapped(accelerator, model)  # type: ignore[no-any-return]
     family = families.of(model)
     if family is None:
         known = ", ".join(family.name for family in families.FAMILIES)
         site.declined(f"{type(model).__name__} is none of {known}: accelerate's own wrapping")
         return wrapped(accelerator, model)  # type: ignore[no-any-return]
-    layout = parse(str(text)).on(accelerator.num_processes)
     model.to(accelerator.device)
-    result = shard(model, family, layout, _mesh(accelerator))
+    result = shard(model, family, parse(str(features.value("layout"))).on(axes.size()), axes)
     site.ran()
     site.reason = str(result)
     unused.watch(model)
     if accelerator.is_main_process:
         log.info("layout: %s", result)
     return model
-
-
-def _mesh(accelerator: Any) -> DeviceMesh:
-    """The data axes of accelerate's mesh; for one rank it makes none."""
-    mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
-    if mesh is None:
-        return init_device_mesh(accelerator.device.type, (1,), mesh_dim_names=("dp_shard",))
-    return mesh[tuple(config.fsdp_dim_names)]  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
     dp_replicate=2,dp_shard=4,frozen=whole,reshard=default
 
-Ranks are numbered with the last axis fastest: neighbours shard, and replicas lie across.
+Ranks are numbered with tp fastest, then dp_shard, dp_replicate, pp: what talks most sits closest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 REST = -1
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # slowest first
 _CHOICES = {"reshard": ("default", "always", "never"), "frozen": ("whole", "gathered", "sharded")}
 
 
@@ -23,6 +24,10 @@ class Layout:
     """replicas that hold the same shards; 1: none"""
     dp_shard: int = 1
     """ranks over which parameters, gradients and optimizer state are split; -1: all that are left"""
+    tp: int = 1
+    """ranks over which the heads and the inner width of each layer are split"""
+    pp: int = 1
+    """ranks that hold successive layers"""
     reshard: str = "default"
     """after a unit's forward: `always` frees it and gathers it again for the backward, `never` keeps it,
     `default` frees all but the root"""
@@ -33,12 +38,12 @@ class Layout:
     @property
     def ranks(self) -> int:
         """How many it takes."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp
 
     @property
     def shards(self) -> bool:
         """Whether anything is split; without, the host's own data parallelism does it all."""
-        return self.dp_shard > 1 or self.dp_replicate == 1
+        return self.dp_replicate == 1 or self.dp_shard > 1 or self.tp > 1 or self.pp > 1
 
     def on(self, ranks: int) -> Layout:
         """The layout for this many ranks.
@@ -47,10 +52,11 @@ class Layout:
         """
         found = self
         if self.dp_shard == REST:
-            found = Layout(**{**_values(self), "dp_shard": max(1, ranks // self.dp_replicate)})
+            others = self.dp_replicate * self.tp * self.pp
+            found = Layout(**{**_values(self), "dp_shard": max(1, ranks // others)})
         if found.ranks != ranks:
             raise ValueError(
-                f"layout: dp_replicate={found.dp_replicate} x dp_shard={found.dp_shard} = {found.ranks}"
+                f"layout: {' x '.join(f'{axis}={getattr(found, axis)}' for axis in AXES)} = {found.ranks}"
                 f" ranks, but {ranks} {'was' if ranks == 1 else 'were'} started; change the layout, or start"
                 f" {found.ranks} (accelerate launch --num_processes {found.ranks})"
             )

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from somaspeed_patch.layouts import families
+from somaspeed_patch.layouts import families, mesh
 from somaspeed_patch.layouts.families import Family
 from somaspeed_patch.layouts.layout import Layout
 
@@ -46,20 +46,20 @@ class Sharded:
         )
 
 
-def shard(model: nn.Module, family: Family, layout: Layout, mesh: DeviceMesh) -> Sharded:
-    """Split the parameters of `model` over `mesh`, in place.
+def shard(model: nn.Module, family: Family, layout: Layout, axes: DeviceMesh) -> Sharded:
+    """Split the parameters of `model` over the ranks, in place.
 
     Dtypes stay the host's: its optimizer updates what it would update alone. Gradients are averaged in fp32.
 
     Args:
-        mesh: one axis (FSDP2), or two, of which the first replicates (HSDP).
+        axes: as `mesh.build` makes it.
 
     Raises: ValueError: a parameter is shared by modules of different units.
     """
     _same_everywhere(model)
     counts = _numbers(model, trains=True), _numbers(model, trains=False)
     whole = {p for p in model.parameters() if not p.requires_grad} if layout.frozen == "whole" else set()
-    made = _Units(model, mesh, _RESHARD[layout.reshard], whole)
+    made = _Units(model, mesh.data(axes), _RESHARD[layout.reshard], whole)
     for name, module in families.modules(model, (*family.called_alone, *family.never_run, *family.units)):
         made.add(name, module)
     made.add_root()
@@ -90,12 +90,12 @@ class _Units:
     """The units made so far."""
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, reshard: bool | None, whole: set[nn.Parameter]
+        self, model: nn.Module, axes: DeviceMesh, reshard: bool | None, whole: set[nn.Parameter]
     ) -> None:
         self.units: list[FSDPModule] = []
         self._model, self._whole, self._homes = model, whole, _homes(model)
         self._options: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": axes,
             "reshard_after_forward": reshard,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }

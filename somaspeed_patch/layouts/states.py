@@ -58,7 +58,15 @@ def _whole(module: Any) -> Iterator[None]:
 
 def model_state(module: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0's CPU, a tensor at a time; empty on the other ranks. Collective."""
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: _alone(value) for name, value in whole.items()}
+
+
+def _alone(value: Any) -> Any:
+    """A tensor without the padding behind it that uneven shards leave: safetensors refuses to save that."""
+    if not isinstance(value, Tensor) or value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    return value.clone()
 
 
 def _of_optimizer(wrapped: Any, model: Any, optim: Any, *args: Any, **kwargs: Any) -> Any:
