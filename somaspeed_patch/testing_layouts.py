@@ -274,7 +274,8 @@ def _molmoact2_draws(replica: int, replicas: int) -> Iterator[None]:
 
 @contextmanager
 def _groot_draws(replica: int, replicas: int) -> Iterator[None]:
-    from lerobot.policies.groot import groot_n1_7 as host, processor_groot
+    from lerobot.policies.groot import groot_n1_7 as host
+    from lerobot.policies.groot import processor_groot
 
     time = host.GR00TN17ActionHead.sample_time
 

@@ -59,7 +59,15 @@ def _whole(module: Any) -> Iterator[None]:
 def model_state(module: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0's CPU, a tensor at a time; empty on the other ranks. Collective."""
     whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return {name: _alone(value) for name, value in whole.items()}
+    first = {name: _alone(value) for name, value in whole.items()}
+    return {name: first[same] for name, same in _first_names(module, list(first)).items()}
+
+
+def _first_names(module: nn.Module, names: list[str]) -> dict[str, str]:
+    """Each name with the first one of the same parameter: a shared one is saved once, as the host does."""
+    seen: dict[int, str] = {}
+    held = dict(module.named_parameters(remove_duplicate=False))
+    return {name: seen.setdefault(id(held.get(name, name)), name) for name in names}
 
 
 def _alone(value: Any) -> Any:
