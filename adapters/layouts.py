@@ -10,19 +10,13 @@ from typing import Any
 
 import wrapt
 
-from somaspeed_patch.features import Feature
+from somaspeed_patch.features import LAYOUT
 from somaspeed_patch.registry import Patch, with_parameters
 
-REQUIRES = ["accelerate>=1.14,<2"]
+REQUIRES = ["accelerate>=1.15,<2"]  # before, its clipping could not take parameters of several meshes
 
-FEATURES = [
-    Feature(
-        name="layout",
-        changes="split the training over ranks: dp_replicate=2,dp_shard=4 and reshard=, frozen=",
-        exact=True,
-        default=None,
-    ),
-]
+FEATURES = [LAYOUT]
+NEEDED_BY = LAYOUT.name
 
 
 def _hooked(part: str, hook: str, *names: str) -> Callable[[Any], Any]:
@@ -65,6 +59,30 @@ PATCHES = [
         name="fsdp2_prepare_model",
         make=_hooked("launch", "prepare_model", "accelerator", "model"),
         site="shard",
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator.backward",
+        make=_hooked("pipeline_step", "backward", "self", "loss", "kwargs"),
+        site="stages",
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator._clip_grad_norm_dtensor_aware",
+        make=_hooked("pipeline_step", "clip", "self", "parameters", "max_norm", "norm_type"),
+        site="stages",
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator.wait_for_everyone",
+        make=_hooked("evaluation", "wait_for_everyone"),
+        site="evaluation",
+    ),
+    Patch(
+        module="lerobot.scripts.lerobot_eval",
+        name="eval_policy",
+        make=_hooked("evaluation", "eval_policy"),
+        site="evaluation",
     ),
     *(
         Patch(

@@ -1,4 +1,4 @@
-"""LeRobot's trainer: keeps the report beside the run's outputs, whatever started the trainer.
+"""LeRobot's trainer: the report beside the run's outputs, and our features as its flags, however it started.
 
 `TrainPipelineConfig.validate` is where the trainer settles its output folder, `Accelerator.end_training` is
 the last thing it does; both are class attributes, so console script, `-m` (where the trainer is `__main__`)
@@ -12,7 +12,7 @@ from typing import Any
 import wrapt
 
 from somaspeed_patch.features import Feature
-from somaspeed_patch.registry import Patch
+from somaspeed_patch.registry import Patch, with_parameters
 
 REQUIRES = ["lerobot>=0.6.1,<0.7", "accelerate>=1.0"]
 
@@ -35,6 +35,13 @@ def _hooked(hook: str) -> Any:
     return make
 
 
+def _flags(original: Any) -> Any:
+    from somaspeed_patch import host_flags
+
+    with_parameters(original, ["fields_to_filter", "args"])
+    return wrapt.FunctionWrapper(original, host_flags.filter_path_args)
+
+
 PATCHES = [
     Patch(
         module="lerobot.configs.train",
@@ -42,6 +49,7 @@ PATCHES = [
         make=_hooked("validated"),
         site="report",
     ),
+    Patch(module="lerobot.configs.parser", name="filter_path_args", make=_flags, site="flags"),
     Patch(
         module="accelerate.accelerator",
         name="Accelerator.end_training",

@@ -5,6 +5,7 @@ An adapter module holds
     PATCHES    the `Patch`es to apply
     FEATURES   the `Feature`s it reads (optional)
     DEFAULT    False where `patch()` without targets leaves it out (optional)
+    NEEDED_BY  a feature that nothing else serves: while it is set, an unfit host is an error (optional)
     refresh    called before a report is made, to bring in counts that are kept elsewhere (optional)
     release    called by `unpatch()` to drop what the hooks cached (optional)
 and imports neither its host nor torch: it is loaded at the start of every child interpreter.
@@ -34,6 +35,7 @@ class Adapter:
     patches: tuple[Patch, ...]
     features: tuple[Feature, ...] = ()
     default: bool = True
+    needed_by: str | None = None
     refresh: Callable[[], None] | None = None
     release: Callable[[], None] | None = None
 
@@ -94,6 +96,7 @@ def _load(name: str) -> Adapter:
         patches=tuple(module.PATCHES),
         features=tuple(getattr(module, "FEATURES", ())),
         default=getattr(module, "DEFAULT", True),
+        needed_by=getattr(module, "NEEDED_BY", None),
         refresh=getattr(module, "refresh", None),
         release=getattr(module, "release", None),
     )

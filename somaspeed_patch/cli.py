@@ -1,4 +1,4 @@
-"""The command line: `somaspeed run | report | features | doctor | ab`."""
+"""The command line: `somaspeed run | report | features | doctor | ab | layout`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(command=_doctor)
     importlib.import_module("somaspeed_patch.ab.cli").add_arguments(commands)
+    importlib.import_module("somaspeed_patch.layouts_plan.cli").add_arguments(commands)
     return parser
 
 

@@ -68,6 +68,13 @@ TRAIN_MODE = Feature(
     default=True,
 )
 
+LAYOUT = Feature(
+    name="layout",
+    changes="split the training over ranks: dp_replicate=2,dp_shard=4 and reshard=, frozen=",
+    exact=True,
+    default=None,
+)
+
 _values: dict[str, Value] = {}
 
 

@@ -126,12 +126,20 @@ def _choose(targets: tuple[str, ...]) -> list[Adapter]:
         return [adapter for adapter in adapters().values() if adapter.default]
     chosen = [adapters()[name] for name in targets]
     for adapter in chosen:
-        why = adapter.misfit()
-        if why:
-            raise ValueError(
-                f'{adapter.name}: {why}; patch() leaves it native, patch("{adapter.name}") stops here'
-            )
+        _refuse(adapter, adapter.misfit())
     return chosen
+
+
+def _refuse(adapter: Adapter, why: str | None) -> None:
+    if why:
+        raise ValueError(
+            f'{adapter.name}: {why}; patch() leaves it native, patch("{adapter.name}") stops here'
+        )
+
+
+def _is_needed(adapter: Adapter) -> bool:
+    """Whether a feature is set that only this adapter serves: to train on without it would be another run."""
+    return adapter.needed_by is not None and bool(features.value(adapter.needed_by))
 
 
 def _known(targets: tuple[str, ...]) -> None:
@@ -155,6 +163,8 @@ def _activate(adapter: Adapter, explicit: bool) -> None:
     why = adapter.misfit()
     if why:
         _mark(adapter, sites.NATIVE, why)
+        if _is_needed(adapter):
+            raise ValueError(f"{adapter.name}: {why}, so {adapter.needed_by} cannot be had; drop it")
         log.log(
             logging.INFO if adapter.host_missing() else logging.WARNING,
             "%s: %s; left native",
@@ -167,7 +177,7 @@ def _activate(adapter: Adapter, explicit: bool) -> None:
         site.status, site.reason = sites.PATCHED, ""
     for module in adapter.modules:
         if module in sys.modules:
-            _apply(adapter, module, explicit)
+            _apply(adapter, module, explicit or _is_needed(adapter))
         else:
             _mark(adapter, sites.WAITING, f"applies when {module} is imported", module)
             _hook(adapter.name, module)
@@ -180,7 +190,7 @@ def _hook(name: str, module: str) -> None:
 
     def imported(_: Any) -> None:
         if name in _active:  # unpatched meanwhile: nothing to do
-            _apply(_active[name], module, explicit=False)
+            _apply(_active[name], module, explicit=_is_needed(_active[name]))
 
     wrapt.register_post_import_hook(imported, module)
 

@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch as replaced
@@ -71,8 +71,8 @@ class LayoutRun:
         """How many ranks work on different samples."""
         if self.layout is None:
             return self.ranks
-        layout = parse(self.layout).on(self.ranks)
-        return layout.dp_replicate * layout.dp_shard
+        layout = parse(self.layout)
+        return self.ranks // (layout.tp * layout.pp)
 
     def replica(self, rank: int) -> int:
         """Which samples a rank works on."""
@@ -198,11 +198,7 @@ def _train(run: LayoutRun, folder: Path, name: str) -> None:
     out = folder / name
     adapters = [POLICIES[run.policy].adapter] if run.patched else POLICIES[run.policy].needed
     targets = ["step_recorder", "layouts", *adapters, *(_TRAINER if run.patched else ("lerobot_train",))]
-    features = {
-        "layout": run.layout,
-        "record_steps": str(out.with_suffix(".steps.jsonl")),
-        **dict(run.features),
-    }
+    features = {"record_steps": str(out.with_suffix(".steps.jsonl")), **dict(run.features)}
     if not run.patched and POLICIES[run.policy].needed:
         features |= {"frozen_prefix": False, "frozen_vision": False}
     sys.argv = ["lerobot-train", *_arguments(run, folder), f"--steps={run.steps}", f"--output_dir={out}"]
@@ -212,10 +208,12 @@ def _train(run: LayoutRun, folder: Path, name: str) -> None:
 
 def _arguments(run: LayoutRun, folder: Path) -> list[str]:
     size = f"--batch_size={GLOBAL_BATCH // run.replicas}"
+    flags = [] if run.layout is None else [f"--somaspeed.layout={run.layout}"]
     if run.resumes is not None:
         config = folder / run.resumes / "checkpoints" / "last" / "pretrained_model" / "train_config.json"
-        return [f"--config_path={config}", "--resume=true", size, *run.arguments]
-    return [*_COMMON, *POLICIES[run.policy].arguments(), size, f"--save_freq={run.steps}", *run.arguments]
+        return [f"--config_path={config}", "--resume=true", size, *flags, *run.arguments]
+    own = POLICIES[run.policy].arguments()
+    return [*_COMMON, *own, size, f"--save_freq={run.steps}", *flags, *run.arguments]
 
 
 @dataclass(frozen=True)
@@ -312,6 +310,16 @@ def _tiny_pi05() -> Any:
 
 
 @contextmanager
+def _tiny_pi05_deep() -> Iterator[None]:
+    """Two layers, which two stages can share."""
+    from somaspeed_patch.testing_lerobot import LEAST, tiny
+    from somaspeed_patch.tiny_pi05.shrink import shrunk
+
+    with tiny(), shrunk(replace(LEAST, depth=2)):
+        yield
+
+
+@contextmanager
 def _tiny_molmoact2() -> Iterator[None]:
     from somaspeed_patch.tiny_molmoact2 import redirect
 
@@ -357,6 +365,7 @@ def _groot_arguments() -> list[str]:
 
 POLICIES = {
     "pi05": Policy("pi05", ("pi05",), _pi05_arguments, _tiny_pi05, _pi05_draws),
+    "pi05 deep": Policy("pi05", ("pi05",), _pi05_arguments, _tiny_pi05_deep, _pi05_draws),
     "molmoact2": Policy("molmoact2", (), _molmoact2_arguments, _tiny_molmoact2, _molmoact2_draws),
     "groot": Policy("groot", (), _groot_arguments, _tiny_groot, _groot_draws),
 }

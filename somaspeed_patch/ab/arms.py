@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from somaspeed_patch.ab.yaml_reader import Section, nearest, switch, text, texts, variables, whole, wholes
 from somaspeed_patch.adapter import adapters
 from somaspeed_patch.features import Feature, Value
+from somaspeed_patch.layouts import layout
 
 Targets = tuple[str, ...] | None
 
@@ -57,7 +58,7 @@ _BLANK = Arm(name="", targets=(), features={}, arguments=(), environment={})
 
 _KEYS = (
     "targets", "features", "arguments", "environment", "against", "stop_after", "discard", "batches",
-    "find_batch", "like", "ablates",
+    "find_batch", "like", "ablates", "layout",
 )  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def features_of(section: Section) -> dict[str, Value]:
     """The `features` of an arm: only declared ones, each with a value of its kind."""
     features = section.section("features", "a mapping of features to on, off or a value")
     if features is None:
-        return {}
+        return _layout(section)
     declared = _declared()
     features.allow(declared)
     values: dict[str, Value] = {name: features.plain(name) for name in features.names}
@@ -209,7 +210,19 @@ def features_of(section: Section) -> dict[str, Value]:
         if isinstance(declared[name].default, bool) != isinstance(value, bool):
             kind = "on or off" if isinstance(declared[name].default, bool) else "a quoted value"
             features.fail(name, f"expected {kind}, but is {value!r}")
-    return values
+    return {**values, **_layout(section)}
+
+
+def _layout(section: Section) -> dict[str, Value]:
+    """`layout`, which is that feature, with its keys checked."""
+    if "layout" not in section.names:
+        return {}
+    given = section.get("layout", text, "a layout, for example dp_replicate=2,dp_shard=4")
+    try:
+        layout.parse(given)
+    except ValueError as error:
+        section.fail("layout", str(error).removeprefix("layout: "))
+    return {"layout": given}
 
 
 def settings(arm: Arm) -> dict[str, Any]:

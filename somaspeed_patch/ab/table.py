@@ -227,11 +227,16 @@ def _left_to_the_host(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
+# Of the step alone, what is discarded comes before the updates that are counted; a cell that the process has
+# run already needs one.
+_DISCARDED = {"trainer": "the first {} discarded", "step": "up to {} more before them discarded"}
+
+
 def where(results: Results) -> str:
     """Devices, processor, versions, length of a run, commit."""
     machine, recipe = results["machine"], results["recipe"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    updates = f"{recipe['steps']} updates a run, the first {recipe['discard']} discarded"
+    updates = f"{recipe['steps']} updates a run, {_DISCARDED[results['kind']].format(recipe['discard'])}"
     devices, cores = ", ".join(machine["devices"]) or "no device", f"{machine['cores']} cores"
     drivers = sorted({gpu["driver"] for gpu in machine["gpus"]})
     driver = f"driver {', '.join(drivers)}; " if drivers else ""

@@ -34,7 +34,7 @@ def provenance(results: Results) -> list[Fact]:
         Fact(term="Commit", lines=((str(results["commit"] or "unknown"),),)),
         Fact(term="Date", lines=((results["date"],),)),
         Fact(term="Kind", lines=((_KINDS.get(results["kind"], str(results["kind"])),),)),
-        Fact(term="Runs", lines=_runs(results["recipe"])),
+        Fact(term="Runs", lines=_runs(results)),
         Fact(term="CPU", lines=((f"{machine['cpu']}, ", figures.count(machine["cores"]), " cores"),)),
         Fact(term="Devices", lines=_gpus(machine)),
         Fact(term="System", lines=((machine["system"],),)),
@@ -63,8 +63,10 @@ def _versions(results: Results) -> tuple[Sentence, ...]:
     return ((", ".join(f"{name} {version}" for name, version in named.items() if version),),)
 
 
-def _runs(recipe: Mapping[str, Any]) -> tuple[Sentence, ...]:
-    told = (("steps", "updates a run"), ("discard", "of them left out"), ("repeats", "repeats of each cell"))
+def _runs(results: Results) -> tuple[Sentence, ...]:
+    recipe, step = results["recipe"], results["kind"] == "step"
+    discarded = "at most before them left out" if step else "of them left out"
+    told = (("steps", "updates a run"), ("discard", discarded), ("repeats", "repeats of each cell at most"))
     parts: list[Any] = []
     for key, said in told:
         if isinstance(recipe.get(key), int):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from somaspeed_patch import compiled, constants, facts, features, frozen, guarded, recompute, sites
 from somaspeed_patch.cpu_threads import one_thread
 from somaspeed_patch.guarded import Declined
-from somaspeed_patch.layouts import units
+from somaspeed_patch.layouts import stages, units
 
 _processors: dict[type, Any] = {}
 
@@ -56,8 +56,10 @@ def forward(wrapped: Any, dit: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def self_attention(wrapped: Any, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """SelfAttentionTransformer.forward with compiled blocks; with `compile` off it is the host's."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not features.value("compile"):
+    """SelfAttentionTransformer.forward with compiled blocks, or cut ones; without either it is the host's."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return wrapped(*args, **kwargs)
+    if not features.value("compile") and not stages.piped(transformer.transformer_blocks):
         return wrapped(*args, **kwargs)
     return _self_attention(transformer, *args, **kwargs)
 
@@ -128,13 +130,19 @@ def _forward(
     temb = dit.timestep_encoder(timestep)
     hidden = hidden_states.contiguous()
     passed = [hidden]
-    for index, block in enumerate(dit.transformer_blocks):
-        if index % 2:
-            hidden = _through(self_block, block, hidden, temb)
-        else:
-            tokens = text if index % (2 * dit.attend_text_every_n_blocks) == 0 else images
-            hidden = _through(cross_block, block, hidden, _projected(tokens, block), tokens.mask, temb)
-        passed.append(hidden)
+    hidden = stages.tied(dit.transformer_blocks, hidden, encoder_hidden_states)
+    with stages.apart(dit.transformer_blocks):
+        for index, block in enumerate(dit.transformer_blocks):
+            (hidden,) = stages.enter(block, hidden)
+            if stages.elsewhere(block):
+                pass
+            elif index % 2:
+                hidden = _through(self_block, block, hidden, temb)
+            else:
+                tokens = text if index % (2 * dit.attend_text_every_n_blocks) == 0 else images
+                hidden = _through(cross_block, block, hidden, _projected(tokens, block), tokens.mask, temb)
+            passed.append(hidden)
+    hidden = stages.leave(dit.transformer_blocks, hidden)
     shift, scale = dit.proj_out_1(F.silu(temb)).chunk(2, dim=1)
     result = dit.proj_out_2(dit.norm_out(hidden) * (1 + scale[:, None]) + shift[:, None])
     return (result, passed) if return_all_hidden_states else result
@@ -143,9 +151,13 @@ def _forward(
 def _self_attention(transformer: Any, hidden_states: Tensor, return_all_hidden_states: bool = False) -> Any:
     hidden = hidden_states.contiguous()
     passed = [hidden]
-    for block in transformer.transformer_blocks:
-        hidden = _through(backbone_block, block, hidden)
-        passed.append(hidden)
+    with stages.apart(transformer.transformer_blocks):
+        for block in transformer.transformer_blocks:
+            (hidden,) = stages.enter(block, hidden)
+            if not stages.elsewhere(block):
+                hidden = _through(backbone_block, block, hidden)
+            passed.append(hidden)
+    hidden = stages.leave(transformer.transformer_blocks, hidden)
     return (hidden, passed) if return_all_hidden_states else hidden
 
 

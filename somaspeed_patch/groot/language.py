@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from somaspeed_patch.layouts import stages
+
 
 def features(
     model: Any,
@@ -31,11 +33,14 @@ def features(
     """
     hidden, (cos, sin) = embeddings, model.rotary_emb(embeddings, places)
     for index, block in enumerate(model.layers):
+        (hidden,) = stages.enter(block, hidden)
+        if stages.elsewhere(block):
+            continue
         hidden = layer_fn(block, hidden, mask, cos, sin, places[0])
         last = index == len(model.layers) - 1
         if index < len(deepstack) and not (last and not adds_in_place(model)):
             hidden = with_added(hidden, positions, deepstack[index])
-    return hidden
+    return stages.leave(model.layers, hidden)
 
 
 def layer(

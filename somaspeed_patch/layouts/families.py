@@ -29,6 +29,8 @@ class Family:
     """trainable, and computed by no training step: alone, so that nobody ever gathers them"""
     called_alone: tuple[str, ...] = ()
     """inside a unit, but the host calls them before or after it: units of their own"""
+    stacks: tuple[tuple[str, ...], ...] = ()
+    """blocks that a pipeline cuts, in the order of their calls; those side by side go at the same index"""
     entries: tuple[str, ...] = ("forward", "predict_action_chunk")
     """methods that hosts call on the model, besides `__call__`"""
 
@@ -44,6 +46,12 @@ FAMILIES = (
             "paligemma_with_expert.paligemma.model.language_model.embed_tokens",
         ),
         never_run=("paligemma_with_expert.paligemma.lm_head", "paligemma_with_expert.gemma_expert.lm_head"),
+        stacks=(
+            (
+                "paligemma_with_expert.paligemma.model.language_model.layers.*",
+                "paligemma_with_expert.gemma_expert.model.layers.*",
+            ),
+        ),
     ),
     Family(
         name="molmoact2",
@@ -56,6 +64,7 @@ FAMILIES = (
             "transformer.wte",
         ),
         called_alone=("action_expert.blocks.*.cross_attn.k_norm",),
+        stacks=(("transformer.blocks.*", "action_expert.blocks.*"),),
     ),
     Family(
         name="groot",
@@ -66,6 +75,11 @@ FAMILIES = (
             "language_model.layers.*",
             "action_head.vl_self_attention.transformer_blocks.*",
             "action_head.model.transformer_blocks.*",
+        ),
+        stacks=(
+            ("language_model.layers.*",),
+            ("action_head.vl_self_attention.transformer_blocks.*",),
+            ("action_head.model.transformer_blocks.*",),
         ),
         entries=("forward", "predict_action_chunk", "get_action"),
     ),

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from somaspeed_patch import features, sites
-from somaspeed_patch.layouts import families, mesh, unused
+from somaspeed_patch.layouts import families, mesh, pipeline, tensor_parallel, unused
 from somaspeed_patch.layouts.layout import Layout, parse
 from somaspeed_patch.layouts.shard import shard
 
@@ -111,13 +111,19 @@ def _prepare(wrapped: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     family = families.of(model)
     if family is None:
         known = ", ".join(family.name for family in families.FAMILIES)
-        site.declined(f"{type(model).__name__} is none of {known}: accelerate's own wrapping")
-        return wrapped(accelerator, model)  # type: ignore[no-any-return]
+        raise ValueError(
+            f"layout: {type(model).__name__} is none of the models whose units are known ({known}); "
+            "train it without layout, or with accelerate's own FSDP options"
+        )
     model.to(accelerator.device)
+    if axes["pp"].size() > 1:
+        pipeline.cut(model, family, axes)
+    split = tensor_parallel.apply(model, family, axes["tp"]) if axes["tp"].size() > 1 else ""
     result = shard(model, family, parse(str(features.value("layout"))).on(axes.size()), axes)
     site.ran()
-    site.reason = str(result)
+    site.reason = "; ".join(filter(None, (str(result), split)))
+    mesh.attach(model, axes)
     unused.watch(model)
     if accelerator.is_main_process:
-        log.info("layout: %s", result)
+        log.info("layout: %s", site.reason)
     return model

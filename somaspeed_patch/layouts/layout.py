@@ -13,7 +13,11 @@ from typing import Any
 
 REST = -1
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # slowest first
-_CHOICES = {"reshard": ("default", "always", "never"), "frozen": ("whole", "gathered", "sharded")}
+_CHOICES = {
+    "reshard": ("default", "always", "never"),
+    "frozen": ("whole", "gathered", "sharded"),
+    "checkpointing": ("none", "selective", "full"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,9 @@ class Layout:
     frozen: str = "whole"
     """frozen parameters: `whole` on every rank and never sent; `gathered` from their shards once, and kept;
     `sharded` and gathered at every use"""
+    checkpointing: str = "none"
+    """activations of the units that train: `full` computes each unit again in the backward, `selective` every
+    other one; frozen ones keep nothing anyhow. `none` leaves it to the host's own option"""
 
     @property
     def ranks(self) -> int:

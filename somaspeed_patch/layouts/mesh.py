@@ -1,7 +1,6 @@
 """The device mesh of a layout, and a rank's place on its data axes.
 
-Ranks that differ in pp or tp only work on the same
-samples.
+Ranks that differ in pp or tp only work on the same samples.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ def data(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[axes]
 
 
-def attach(accelerator: Any, mesh: DeviceMesh) -> None:
-    """Note the mesh on an Accelerator."""
-    setattr(accelerator, _ATTRIBUTE, mesh)
+def attach(owner: Any, mesh: DeviceMesh) -> None:
+    """Note the mesh on an Accelerator, or on the model that is spread over it."""
+    setattr(owner, _ATTRIBUTE, mesh)
 
 
-def of(accelerator: Any) -> DeviceMesh | None:
-    """The mesh noted on an Accelerator, or None."""
-    found: DeviceMesh | None = vars(accelerator).get(_ATTRIBUTE)
+def of(owner: Any) -> DeviceMesh | None:
+    """The mesh noted on an Accelerator or a model, or None."""
+    found: DeviceMesh | None = vars(owner).get(_ATTRIBUTE)
     return found
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from somaspeed_patch.layouts import families, mesh
+from somaspeed_patch.layouts import families, mesh, units
 from somaspeed_patch.layouts.families import Family
 from somaspeed_patch.layouts.layout import Layout
 
@@ -36,13 +36,16 @@ class Sharded:
     """numbers in parameters that train"""
     frozen: int
     """numbers in those that do not"""
+    dtypes: tuple[str, ...]
+    """of the parameters that train, as the host made them"""
 
     def __str__(self) -> str:
         frozen = {"whole": "whole on every rank", "gathered": "gathered once", "sharded": "sharded too"}
         return (
             f"{self.family}, {self.layout.dp_replicate} x {self.layout.dp_shard} ranks, {self.units} units: "
             f"{self.trainable / 1e6:,.1f} M trainable numbers in {self.layout.dp_shard} shards, "
-            f"{self.frozen / 1e6:,.1f} M frozen ones {frozen[self.layout.frozen]}"
+            f"{self.frozen / 1e6:,.1f} M frozen ones {frozen[self.layout.frozen]}; weights and moments in "
+            f"{' and '.join(self.dtypes)}, gradients averaged in float32"
         )
 
 
@@ -56,9 +59,13 @@ def shard(model: nn.Module, family: Family, layout: Layout, axes: DeviceMesh) ->
 
     Raises: ValueError: a parameter is shared by modules of different units.
     """
-    _same_everywhere(model)
+    if axes["pp"].size() == 1:  # else done, before the stages were cut
+        same_everywhere(model)
     counts = _numbers(model, trains=True), _numbers(model, trains=False)
-    whole = {p for p in model.parameters() if not p.requires_grad} if layout.frozen == "whole" else set()
+    whole = {p for p in model.parameters() if p.numel() == 0}  # of another stage's blocks
+    if layout.frozen == "whole":
+        whole |= {p for p in model.parameters() if not p.requires_grad}
+    _checkpoint(model, family, layout.checkpointing)
     made = _Units(model, mesh.data(axes), _RESHARD[layout.reshard], whole)
     for name, module in families.modules(model, (*family.called_alone, *family.never_run, *family.units)):
         made.add(name, module)
@@ -71,8 +78,27 @@ def shard(model: nn.Module, family: Family, layout: Layout, axes: DeviceMesh) ->
         _keep_gathered(made.units)
     trainable, frozen = counts
     return Sharded(
-        family=family.name, layout=layout, units=len(made.units), trainable=trainable, frozen=frozen
+        family=family.name,
+        layout=layout,
+        units=len(made.units),
+        trainable=trainable,
+        frozen=frozen,
+        dtypes=tuple(sorted({str(p.dtype)[6:] for p in model.parameters() if p.requires_grad})),
     )
+
+
+def _checkpoint(model: nn.Module, family: Family, which: str) -> None:
+    """Mark the units that train, all of them or every other one of each stack."""
+    if which == "none":
+        return
+    for pattern in family.units:
+        training = [m for _, m in families.modules(model, (pattern,)) if _trains(m)]
+        for module in training[:: 2 if which == "selective" else 1]:
+            units.recompute(module)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _numbers(model: nn.Module, *, trains: bool) -> int:
@@ -80,10 +106,11 @@ def _numbers(model: nn.Module, *, trains: bool) -> int:
 
 
 @torch.no_grad()
-def _same_everywhere(model: nn.Module) -> None:
+def same_everywhere(model: nn.Module) -> None:
     """Every rank starts from rank 0's weights and buffers, as DistributedDataParallel sees to it."""
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
+        if not isinstance(tensor, DTensor):  # which tensor parallelism has seen to, while it was whole
+            dist.broadcast(tensor.detach(), src=0)
 
 
 class _Units:
@@ -122,12 +149,17 @@ class _Units:
         self._split(self._model, self._unsplit(self._model))
 
     def _unsplit(self, module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters() if p not in self._whole and not isinstance(p, DTensor)]
+        return [p for p in module.parameters() if p not in self._whole and not _is_sharded(p)]
 
     def _split(self, module: nn.Module, mine: list[nn.Parameter]) -> None:
         for part in (*_of_rarer_dtypes(module, mine), module):
             ignored = {p for p in part.parameters() if p in self._whole}
             self.units.append(fully_shard(part, ignored_params=ignored, **self._options))
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """By FSDP2; tensor parallelism's DTensors lie on their own axis alone until then."""
+    return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _homes(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
@@ -164,11 +196,11 @@ def _unmark(model: nn.Module) -> None:
             vars(module).pop("_is_fsdp_managed_module", None)
 
 
-def _keep_gathered(units: Iterable[FSDPModule]) -> None:
+def _keep_gathered(made: Iterable[FSDPModule]) -> None:
     """Gather the units in which nothing trains now, for good."""
-    for unit in units:
+    for unit in made:
         state: Any = unit
-        if not any(p.requires_grad for p in state.parameters()):
+        if not _trains(state):
             state.set_reshard_after_forward(False, recurse=False)
             state.set_reshard_after_backward(False, recurse=False)
             state.unshard()

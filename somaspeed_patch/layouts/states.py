@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from somaspeed_patch.layouts import collect, stages
+
 
 def state_dict_type(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """FullyShardedDataParallel.state_dict_type(module, ...): inside, `module.state_dict()` is whole."""
@@ -58,7 +60,12 @@ def _whole(module: Any) -> Iterator[None]:
 
 def model_state(module: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0's CPU, a tensor at a time; empty on the other ranks. Collective."""
-    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    pipeline = stages.of_model(module)
+    if pipeline is None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(module, options=options)
+    else:
+        whole = collect.model_state(module, pipeline, _whole_tensor)
     first = {name: _alone(value) for name, value in whole.items()}
     return {name: first[same] for name, same in _first_names(module, list(first)).items()}
 
@@ -81,7 +88,11 @@ def _of_optimizer(wrapped: Any, model: Any, optim: Any, *args: Any, **kwargs: An
     if not _sharded(model):
         return wrapped(model, optim, *args, **kwargs)
     saved = getattr(optim, "optimizer", optim).state_dict()
-    first = dist.get_rank() == 0
+    first, pipeline = dist.get_rank() == 0, stages.of_model(model)
+    if pipeline is not None:
+        owners = _owners(model, _parameters(optim), pipeline)
+        state = collect.optimizer_state(saved["state"], pipeline, owners, _whole_tensor)
+        return {"state": state, "param_groups": saved["param_groups"]} if first else {}
     state = {}
     for index, entry in saved["state"].items():
         whole = {name: _gathered(value, keep=first) for name, value in entry.items()}
@@ -93,8 +104,19 @@ def _of_optimizer(wrapped: Any, model: Any, optim: Any, *args: Any, **kwargs: An
 def _gathered(value: Any, *, keep: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = _whole_tensor(value)
     return whole.detach().cpu() if keep else None
+
+
+def _whole_tensor(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _owners(model: nn.Module, parameters: list[Tensor], pipeline: stages.Pipeline) -> dict[int, int]:
+    """The stage of each place in the optimizer that is a block's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {place: pipeline.owned.get(names.get(id(p), "")) for place, p in enumerate(parameters)}
+    return {place: owned.stage for place, owned in found.items() if owned is not None}
 
 
 def _for_optimizer(
@@ -107,6 +129,7 @@ def _for_optimizer(
     state = {
         places[key]: {name: _like(value, parameters[places[key]]) for name, value in entry.items()}
         for key, entry in optim_state_dict["state"].items()
+        if parameters[places[key]].numel()  # else another stage's
     }
     groups = [
         _group(*pair) for pair in zip(optim.param_groups, optim_state_dict["param_groups"], strict=True)

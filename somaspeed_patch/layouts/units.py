@@ -1,8 +1,11 @@
-"""Run our own code in the place of a module's forward, so that what FSDP2 hung on the module happens.
+"""Units at work: our own code in the place of a module's forward, and activation checkpointing of a unit.
 
 Our forwards read a layer's weights without calling the layer. Where the layer is sharded its weights are
 gathered by the hooks of `__call__`, and freed, and their gradients reduced, by others; so the code takes the
 forward's place for one call. Everything else that is hung on the module runs too, as it does natively.
+
+A unit marked by `recompute` keeps its inputs only; its backward runs it again, with the same random numbers,
+inside FSDP2's hooks: the weights are there for both.
 """
 
 from __future__ import annotations
@@ -10,10 +13,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+_recomputed: WeakSet[nn.Module] = WeakSet()
+
+
+def recompute(unit: nn.Module) -> None:
+    """Checkpoint the unit's activations from now on, whoever calls it."""
+    _recomputed.add(unit)
+    cast(Any, unit).forward = checkpointed(unit.forward)
+
+
+def is_recomputed(unit: nn.Module) -> bool:
+    """Whether it is marked."""
+    return unit in _recomputed
+
+
+def checkpointed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, of which only the inputs are kept where a gradient is asked for."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    return again
 
 
 def call(unit: Any, run: Callable[..., Any], *args: Any) -> Any:
@@ -23,9 +53,12 @@ def call(unit: Any, run: Callable[..., Any], *args: Any) -> Any:
         args: tensors that need a gradient are among them, not hidden in objects: FSDP2 learns from them
             when the unit's backward is over.
     """
+    once: Callable[..., Any] = partial(run, unit)
+    if unit in _recomputed:
+        once = checkpointed(once)
     if not isinstance(unit, FSDPModule):
-        return run(unit, *args)
-    return in_place_of_forward(unit, partial(run, unit), *args)
+        return once(*args)
+    return in_place_of_forward(unit, once, *args)
 
 
 def is_sharded(unit: Any) -> bool:

@@ -24,6 +24,7 @@ def watch(model: nn.Module) -> None:
         _say(model)
 
     handle = register_optimizer_step_pre_hook(look)
+    sites.site(SITE).status = sites.PATCHED
 
 
 def _say(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from somaspeed_patch.layouts import stages
 from somaspeed_patch.molmoact2.attention import language_attention, must_repeat
 
 LayerFn = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -22,10 +23,10 @@ LayerFn = Callable[..., tuple[Tensor, Tensor, Tensor]]
 class Context:
     """What the language model leaves behind."""
 
-    keys: list[Tensor]
-    """[B, S, HK * D] a layer, after the rotary embedding"""
-    values: list[Tensor]
-    """[B, S, HK * D] a layer"""
+    keys: list[Tensor | None]
+    """[B, S, HK * D] a layer, after the rotary embedding; None: it is on another stage of a pipeline"""
+    values: list[Tensor | None]
+    """[B, S, HK * D] a layer, or None"""
     hidden: Tensor | None
     """[B, S, W] after the final norm; None where nobody reads it"""
 
@@ -50,18 +51,24 @@ def run(
         layer_fn: `language_layer` or a compiled version of it.
     """
     step = layer_fn or language_layer
-    keys, values = [], []
+    keys: list[Tensor | None] = []
+    values: list[Tensor | None] = []
     blocks = transformer.blocks[: transformer.config.num_hidden_layers]
     pairs, repeat = rotary(transformer, hidden, position_ids), must_repeat(hidden.device)
     for index, block in enumerate(blocks):
+        (hidden,) = stages.enter(block, hidden)
+        key = value = None
         cos, sin = pairs(index)
-        if index == len(blocks) - 1 and not need_hidden:
+        if stages.elsewhere(block):
+            pass
+        elif index == len(blocks) - 1 and not need_hidden:
             key, value = last_keys_and_values(block, hidden, cos, sin)
         else:
             hidden, key, value = step(block, hidden, cos, sin, bias, repeat)
         keys.append(key)
         values.append(value)
-    return Context(keys=keys, values=values, hidden=transformer.ln_f(hidden) if need_hidden else None)
+    last = transformer.ln_f(stages.leave(blocks, hidden)) if need_hidden else None
+    return Context(keys=keys, values=values, hidden=last)
 
 
 def language_layer(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from somaspeed_patch import constants, frozen, guarded, sites
 from somaspeed_patch.compiled import Layers
-from somaspeed_patch.layouts import units
+from somaspeed_patch.layouts import stages, units
 from somaspeed_patch.molmoact2 import context, expert, flow, inputs, refusals
 from somaspeed_patch.molmoact2.expert import Rows
 
@@ -80,9 +80,13 @@ def _split(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
     step = partial(_expert_step, policy)
 
     def run(rows: Rows, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        for block, key, value in zip(action_expert.blocks, found.keys, found.values, strict=True):
-            hidden = step(block, hidden, *expert.arguments(action_expert, key, value, rows))
-        return hidden, found.hidden
+        blocks = action_expert.blocks
+        with stages.apart(blocks):
+            for block, key, value in zip(blocks, found.keys, found.values, strict=True):
+                (hidden,) = stages.enter(block, hidden)
+                if key is not None and value is not None:  # else it is on another stage
+                    hidden = step(block, hidden, *expert.arguments(action_expert, key, value, rows))
+        return stages.leave(blocks, hidden), found.hidden
 
     return run
 

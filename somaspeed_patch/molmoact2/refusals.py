@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from somaspeed_patch import features, frozen, guarded
+from somaspeed_patch.layouts import stages
 from somaspeed_patch.molmoact2 import inputs
 
 
@@ -38,6 +39,15 @@ def of(feature: str, policy: Any, kwargs: Mapping[str, Any]) -> str | None:
     return why
 
 
+def of_pipeline(policy: Any) -> str | None:
+    """Why the training steps to come cannot run with the language model before the expert, or None."""
+    if not features.value("frozen_prefix"):
+        return "frozen_prefix is off"
+    backbone = policy._backbone()
+    why = unknown_host(policy) or _unlike_the_host(policy, backbone)
+    return why or _why_not_frozen(policy, backbone)
+
+
 def _unlike_the_host(policy: Any, backbone: Any) -> str | None:
     """What neither of our ways knows."""
     expert = backbone.action_expert
@@ -45,6 +55,8 @@ def _unlike_the_host(policy: Any, backbone: Any) -> str | None:
         return "there is not one action expert block a language layer"
     if expert.training and float(getattr(expert.config, "attn_dropout", 0.0)) > 0:
         return "attention dropout is active in the expert, its random mask has the repeated K/V's shape"
+    if stages.piped(expert.blocks):  # what is odd is the layout's, and units.call does as it asks
+        return None
     odd = next((type(p).__name__ for p in _parameters(expert) if type(p) is not nn.Parameter), None)
     if odd is not None:
         return f"the expert's parameters are {odd}s, not plain ones"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch import features, sites
+from somaspeed_patch.layouts import stages
 from somaspeed_patch.optim.fused_adamw import FusedAdamW
 from somaspeed_patch.optim.gradients import same_objects
 
@@ -64,6 +65,8 @@ def _optimizer_of(accelerator: Any, parameters: Sequence[Tensor], norm_type: flo
         return f"clipping belongs to {accelerator.distributed_type.value}"
     if not accelerator.sync_gradients:
         return "gradients are still being accumulated"
+    if any(stages.of_model(model) is not None for model in accelerator._models):
+        return "the norm is one over the stages of a pipeline"
     why = "no optimizer was prepared"
     for prepared in accelerator._optimizers:
         optimizer = getattr(prepared, "optimizer", prepared)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from somaspeed_patch.kernels.split_attention import split_attention
-from somaspeed_patch.layouts import units
+from somaspeed_patch.layouts import stages, units
 from somaspeed_patch.pi05.prefix import Prefix, fold, heads, mlp_input, projection_dtype, rotate, unfold
 
 
@@ -39,12 +39,15 @@ def run(
     steps = torch.arange(hidden.shape[1], device=hidden.device)
     cos, sin = rotary_emb(hidden.to(projection_dtype(expert.layers[0])), prefix.offset + steps)
     for layer, key, value in zip(expert.layers, prefix.keys, prefix.values, strict=True):
+        (hidden,) = stages.enter(layer, hidden)
+        if stages.elsewhere(layer):
+            continue
         arguments = (layer, step, hidden, cond, cos, sin, key, value, prefix.length, prefix.mask, attention)
         if recompute:
             hidden = checkpoint(units.call, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden = units.call(*arguments)
-    return expert.norm(hidden, cond=cond)[0]
+    return expert.norm(stages.leave(expert.layers, hidden), cond=cond)[0]
 
 
 def expert_layer(

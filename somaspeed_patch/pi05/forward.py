@@ -143,7 +143,8 @@ def _trunk(model: Any, device: torch.device) -> Any:
     """The frozen PaliGemmaModel to run: the host's, or a copy with its autocast weights cast once."""
     host = model.paligemma_with_expert.paligemma.model
     dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None
-    if (dtype is None and not _compiling(model)) or units.is_sharded(host.language_model.layers[0]):
+    sharded = any(map(units.is_sharded, host.language_model.layers))  # of a pipeline, each rank has a part
+    if (dtype is None and not _compiling(model)) or sharded:
         return host
     if dtype is not None:
         sites.site("pi05/cast_once").ran()

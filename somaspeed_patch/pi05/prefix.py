@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch.kernels.split_attention import split_attention
-from somaspeed_patch.layouts import units
+from somaspeed_patch.layouts import stages, units
 from somaspeed_patch.pi05 import hints
 
 # Language slots: LIBERO prompts take about 60, and few lengths mean few compiled graphs.
@@ -39,10 +39,10 @@ class Layout:
 class Prefix:
     """What the expert reads of the prefix."""
 
-    keys: list[Tensor]
-    """[B, 1, N, D] a layer."""
-    values: list[Tensor]
-    """[B, 1, N, D] a layer."""
+    keys: list[Tensor | None]
+    """[B, 1, N, D] a layer; None: the layer is on another stage of a pipeline."""
+    values: list[Tensor | None]
+    """[B, 1, N, D] a layer, or None."""
     length: Tensor | None
     mask: Tensor | None
     offset: Tensor
@@ -151,16 +151,22 @@ def run(
     positions = _positions(layout, embeddings)
     dtype = projection_dtype(language_model.layers[0])
     cos, sin = language_model.rotary_emb(embeddings.to(dtype), positions)
-    keys, values = [], []
+    keys: list[Tensor | None] = []
+    values: list[Tensor | None] = []
     hidden = embeddings
     step = layer_fn or prefix_layer
-    for layer in language_model.layers[:-1]:
-        hidden, key, value = units.call(layer, step, hidden, cos, sin, layout.length, layout.mask, attention)
+    for layer in language_model.layers:
+        (hidden,) = stages.enter(layer, hidden)
+        key = value = None
+        if stages.elsewhere(layer):
+            pass
+        elif layer is language_model.layers[-1]:
+            key, value = units.call(layer, _keys_values, hidden, cos, sin)[1:]
+        else:
+            rest = (cos, sin, layout.length, layout.mask, attention)
+            hidden, key, value = units.call(layer, step, hidden, *rest)
         keys.append(key)
         values.append(value)
-    key, value = units.call(language_model.layers[-1], _keys_values, hidden, cos, sin)[1:]
-    keys.append(key)
-    values.append(value)
     return Prefix(keys=keys, values=values, length=layout.length, mask=layout.mask, offset=_offset(layout))
 
 

@@ -50,7 +50,7 @@ def prepare(wrapped: Any, accelerator: Any, args: tuple[Any, ...], kwargs: dict[
         return wrapped(*args, **kwargs)
     collates = _stage(accelerator, loop, loaders)
     prepared = wrapped(*args, **kwargs)
-    several = prepared if isinstance(prepared, tuple) else (prepared,)
+    several = prepared if isinstance(prepared, (tuple, list)) else (prepared,)  # a list under FSDP2
     bases = [getattr(one, "base_dataloader", one) for one in several if isinstance(one, DataLoader)]
     kept = cached.watch(bases[0])  # train() names the training loader before the one for evaluation
     _runs[:] = [run for run in _runs if any(loader() is not None for loader in run.loaders)]

@@ -1,0 +1,290 @@
+"""transformers.Trainer under layouts, on gloo ranks: what the tests of it share.
+
+    # in the test file, which is also the script that imports everything once and forks the ranks:
+    RUNS = {"fsdp": TrainerRun(ranks=2, layout="dp_shard=2"), ...}
+    if __name__ == "__main__":
+        serve(RUNS)
+    found = run_all(__file__, tmp_path)["fsdp"]   # a list: each rank's dictionary
+
+An update has ROWS samples, whose values, noise and flow times follow from their number alone, however many
+ranks and micro-batches share them. The model is LeRobot's tiny GR00T with the interface of NVIDIA's.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch as replaced
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+from torch.utils.data import IterableDataset
+from transformers import PrinterCallback, TrainingArguments
+
+import somaspeed_patch
+from somaspeed_patch.testing_groot import make_config, make_raw_batch
+from somaspeed_patch.testing_groot_trainer import Gr00tLikeTrainer, make_model
+
+ROWS, STEPS, SAVED = 8, 5, 2
+MAX_NORM = 3.0  # the norms are 1.7 to 4.4
+LIMIT = 100.0  # seconds a run may take; they need 1 to 3
+TARGETS = ("layouts", "layouts_trainer", "groot", "hf_trainer", "accelerate_clip")
+ZERO2: dict[str, Any] = {
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1e8},
+    "gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "communication_data_type": "bf16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRun:
+    """One training."""
+
+    ranks: int = 1
+    layout: str | None = None
+    """None: unpatched"""
+    accumulate: int = 1
+    """micro-batches of an update"""
+    resumes: str | None = None
+    """the run behind whose checkpoint it goes on"""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """of TrainingArguments"""
+    before: Callable[[Path], None] | None = None
+    """called once with the folder of all runs, before the ranks start"""
+
+
+class Rows(IterableDataset[dict[str, Any]]):
+    """A rank's micro-batches, endless: {"inputs": batch, "rows": its numbers [rows]}."""
+
+    def __init__(self, run: TrainerRun, rank: int) -> None:
+        self.start = SAVED * ROWS if run.resumes else 0
+        self.size = ROWS // run.ranks // run.accumulate
+        self.first, self.accumulate = rank * ROWS // run.ranks, run.accumulate
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        policy = SimpleNamespace(config=make_config())
+        for update in range(self.start, 10**6, ROWS):
+            for micro in range(self.accumulate):
+                first = update + self.first + micro * self.size
+                rows = torch.arange(first, first + self.size)
+                yield {"inputs": _joined([_row(policy, row) for row in rows.tolist()]), "rows": rows}
+
+
+def _row(policy: Any, number: int) -> dict[str, Tensor]:
+    robot = (10, 2)[number % 2]
+    batch: dict[str, Tensor] = make_raw_batch(policy, [[(2, 2)]], embodiments=[robot], seed=number)
+    return batch
+
+
+def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+class RowsTrainer(Gr00tLikeTrainer):
+    """Tells the model's noise which rows it is for."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The host's."""
+        _drawn.rows = inputs.pop("rows").tolist()
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+_drawn = SimpleNamespace(rows=[])
+
+
+@contextmanager
+def _draws() -> Iterator[None]:
+    from lerobot.policies.groot import groot_n1_7 as host
+
+    def generator(row: int) -> torch.Generator:
+        return torch.Generator().manual_seed(row)
+
+    class Torch:
+        """torch, but for the randn of noise."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def randn(self, *shape: Any, **options: Any) -> Tensor:
+            if not isinstance(shape[0], torch.Size):  # a weight's
+                return torch.randn(*shape, **options)
+            options.pop("device")
+            return torch.stack(
+                [torch.randn(shape[0][1:], generator=generator(row), **options) for row in _drawn.rows]
+            )
+
+    def sample_time(self: Any, batch_size: int, device: Any, dtype: Any) -> Tensor:
+        times = [torch.rand((), generator=generator(row + 10**6), dtype=dtype) for row in _drawn.rows]
+        return torch.stack(times)
+
+    noise = replaced.object(host, "torch", Torch())
+    with noise, replaced.object(host.GR00TN17ActionHead, "sample_time", sample_time):
+        yield
+
+
+@contextmanager
+def _counted(counts: Counter[str]) -> Iterator[None]:
+    """The collectives that reduce gradients, by name."""
+    with ExitStack() as stack:
+        for name in ("reduce_scatter_tensor", "all_reduce"):
+            stack.enter_context(replaced.object(dist, name, _counting(name, counts)))
+        yield
+
+
+def _counting(name: str, counts: Counter[str]) -> Callable[..., Any]:
+    collective = getattr(dist, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return collective(*args, **kwargs)
+
+    return call
+
+
+def arguments_of(folder: Path, run: TrainerRun) -> TrainingArguments:
+    """fp32, and an epsilon with which a gradient that is zero but for rounding makes no steps."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": STEPS, "gradient_accumulation_steps": run.accumulate,
+        "learning_rate": 1e-3, "adam_epsilon": 1e-3, "weight_decay": 0.1, "logging_steps": 1,
+        "save_steps": SAVED, "optim": "adamw_torch", "use_cpu": True, "report_to": [], "seed": 0,
+        "remove_unused_columns": False, "ignore_data_skip": True, "max_grad_norm": MAX_NORM,
+        "disable_tqdm": True, "lr_scheduler_type": "cosine", "warmup_steps": 2,
+    }  # fmt: skip
+    return TrainingArguments(**{**settings, **run.arguments})
+
+
+def train(run: TrainerRun, folder: Path, name: str, rank: int) -> dict[str, Any]:
+    """Train, save, and tell.
+
+    Returns: losses [updates] fp32, the mean of this rank's micro-batches; norms and rates, a float an update;
+        counts of collectives; sites: calls, native calls and reason by name; state: see `_held`.
+    """
+    ours = somaspeed_patch.patched(*TARGETS, layout=run.layout) if run.layout else nullcontext()
+    counts: Counter[str] = Counter()
+    with ours:
+        trainer = RowsTrainer(
+            model=make_model(0.0), args=arguments_of(folder / name, run), train_dataset=Rows(run, rank)
+        )
+        trainer.remove_callback(PrinterCallback)
+        saved = folder / run.resumes / f"checkpoint-{SAVED}" if run.resumes else None
+        with _counted(counts):
+            trainer.train(resume_from_checkpoint=str(saved) if saved else None)
+        trainer.save_model(str(folder / name / "final"))
+        sites = somaspeed_patch.report().sites
+    if rank == 0:
+        (folder / name / "groups.json").write_text(json.dumps(_groups(trainer)))
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    return {
+        "losses": torch.stack(trainer.losses).view(-1, run.accumulate).mean(1),
+        "norms": [float(log["grad_norm"]) for log in logs],
+        "rates": [log["learning_rate"] for log in logs],
+        "counts": dict(counts),
+        "sites": {s.site: (s.calls, s.native_calls, s.reason) for s in sites},
+        "state": _held(trainer),
+    }
+
+
+def _groups(trainer: Any) -> list[list[str]]:
+    """The names of the optimizer's parameters, group by group."""
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups]
+
+
+def _held(trainer: Any) -> dict[str, Any]:
+    """dtypes of the trained parameters and their moments, numbers held here and in all."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+    return {
+        "dtypes": {str(tensor.dtype) for tensor in (*parameters, *moments)},
+        "here": sum(p.numel() for p in local),
+        "all": sum(p.numel() for p in parameters),
+        "optimizer": type(optimizer).__name__,
+    }
+
+
+def run_all(script: str, folder: Path, *names: str) -> dict[str, Any]:
+    """Run the script's RUNS (or the named ones) in one process that imports once.
+
+    FusedAdamW's steps are torch's there: with its kernels in Triton's interpreter the runs take four minutes.
+
+    Returns: by name, the ranks' dictionaries, or the text of the error that ended the run.
+
+    Raises: RuntimeError: the script itself failed.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    log = folder / "log"
+    with log.open("w") as stream:
+        done = subprocess.run(
+            [sys.executable, script, str(folder), *names],
+            env={**os.environ, **environment, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"},
+            stdout=stream,
+            stderr=stream,
+            timeout=600,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{script} ended with {done.returncode}:\n{log.read_text()[-6000:]}")
+    return {
+        name: _found(folder, name, n) for name, n in json.loads((folder / "runs.json").read_text()).items()
+    }
+
+
+def _found(folder: Path, name: str, ranks: int) -> Any:
+    error = folder / f"{name}.error"
+    if error.exists():
+        return error.read_text()
+    return [torch.load(folder / f"{name}.rank{rank}.pt") for rank in range(ranks)]
+
+
+def serve(runs: Mapping[str, TrainerRun]) -> None:
+    """In the script of `run_all`."""
+    from somaspeed_patch.testing_layouts import _free_port
+
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(runs)
+    torch.set_num_threads(1)
+    make_model(0.0)  # imports LeRobot's policies, once for all forks
+    gc.freeze()  # the Trainer collects garbage, which takes a second for what was imported
+    for name in names:
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        print(f"run {name}, after {spent:.0f} s of all ranks", flush=True)
+        run = runs[name]
+        if run.before is not None:
+            run.before(folder)
+        try:
+            start_processes(_rank, (run, folder, name, str(_free_port())), run.ranks, start_method="fork")  # type: ignore[no-untyped-call]
+        except Exception as error:
+            (folder / f"{name}.error").write_text(str(error))
+            traceback.print_exc()
+    (folder / "runs.json").write_text(json.dumps({name: runs[name].ranks for name in names}))
+
+
+def _rank(rank: int, run: TrainerRun, folder: Path, name: str, port: str) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    if run.ranks > 1 or run.layout is not None:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "LOCAL_WORLD_SIZE": run.ranks}
+        os.environ.update({key: str(value) for key, value in ranks.items()})
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+    with _draws():
+        found = train(run, folder, name, rank)
+    torch.save(found, folder / f"{name}.rank{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
