@@ -16,7 +16,7 @@ import wrapt
 from somaspeed_patch.features import LAYOUT
 from somaspeed_patch.registry import Patch, with_parameters
 
-REQUIRES = ["transformers>=4.51,<5.6", "accelerate>=1.14,<2"]
+REQUIRES = ["transformers>=4.51,<5.6", "accelerate>=1.15,<2"]
 
 FEATURES = [LAYOUT]
 
@@ -60,8 +60,8 @@ PATCHES = [
     _trainer("_load_best_model", "load", _hooked("hf_checkpoints", "load_best")),
     Patch(
         module="accelerate.accelerator",
-        name="Accelerator.clip_grad_norm_",
-        make=_hooked("hf_trainer", "clip_grad_norm_", "parameters", "max_norm", "norm_type"),
+        name="Accelerator._clip_grad_norm_dtensor_aware",
+        make=_hooked("hf_trainer", "clip", "parameters", "max_norm", "norm_type"),
         site="norm",
     ),
     Patch(

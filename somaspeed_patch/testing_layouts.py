@@ -139,6 +139,7 @@ def run_all(script: str, folder: Path, *names: str) -> dict[str, Found]:
     Raises: RuntimeError: the script itself failed; a run that failed has an `error`.
     """
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["TRITON_INTERPRET"] = "0"  # else AdamW's kernels take 25 ms a parameter and update
     log = folder / "log"
     with log.open("w") as stream:
         done = subprocess.run(

@@ -63,6 +63,8 @@ class TrainerRun:
     """micro-batches of an update"""
     resumes: str | None = None
     """the run behind whose checkpoint it goes on"""
+    best: str | None = None
+    """the run whose checkpoint it loads as its best one, behind the last update"""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """of TrainingArguments"""
     before: Callable[[Path], None] | None = None
@@ -189,9 +191,10 @@ def train(run: TrainerRun, folder: Path, name: str, rank: int) -> dict[str, Any]
             trainer.train(resume_from_checkpoint=str(saved) if saved else None)
         trainer.save_model(str(folder / name / "final"))
         sites = somaspeed_patch.report().sites
+        logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+        refused = _after_the_best(trainer, folder, run.best) if run.best else ""
     if rank == 0:
         (folder / name / "groups.json").write_text(json.dumps(_groups(trainer)))
-    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     return {
         "losses": torch.stack(trainer.losses).view(-1, run.accumulate).mean(1),
         "norms": [float(log["grad_norm"]) for log in logs],
@@ -199,7 +202,20 @@ def train(run: TrainerRun, folder: Path, name: str, rank: int) -> dict[str, Any]
         "counts": dict(counts),
         "sites": {s.site: (s.calls, s.native_calls, s.reason) for s in sites},
         "state": _held(trainer),
+        "refused": refused,
     }
+
+
+def _after_the_best(trainer: Any, folder: Path, best: str) -> str:
+    """Load another run's checkpoint as the best, save what that makes, and train on: why that is refused."""
+    trainer.state.best_model_checkpoint = str(folder / best / f"checkpoint-{SAVED}")
+    trainer._load_best_model()
+    trainer.save_model(str(Path(trainer.args.output_dir) / "best"))
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _groups(trainer: Any) -> list[list[str]]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 import somaspeed_patch
-from somaspeed_patch.layouts import zero_checkpoint, zero_config
+from somaspeed_patch.layouts import hf_trainer, zero_checkpoint, zero_config
 from somaspeed_patch.sites import site
 from somaspeed_patch.testing_layouts_trainer import (
     MAX_NORM,
@@ -100,7 +100,7 @@ RUNS = {
     "hsdp, accumulating, from fsdp": TrainerRun(
         ranks=4, layout=HSDP, accumulate=2, resumes="fsdp for zero2, accumulating"
     ),
-    "fsdp from zero2": TrainerRun(ranks=2, layout=FSDP, resumes="zero2", before=as_zero2),
+    "fsdp from zero2": TrainerRun(ranks=2, layout=FSDP, resumes="zero2", before=as_zero2, best="alone"),
     "bf16 ddp": TrainerRun(ranks=2, layout="dp_replicate=2", arguments=BF16),
     "bf16 fsdp": TrainerRun(ranks=2, layout=FSDP, arguments={**BF16, "deepspeed": ZERO2}),
 }
@@ -205,6 +205,25 @@ def test_the_files_are_those_of_one_process(runs: dict[str, Ranks], folder: Path
         for name, value in entry.items():
             assert type(found["state"][key][name]) is type(value)
             torch.testing.assert_close(found["state"][key][name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_the_best_checkpoint_is_loaded_and_a_second_training_refused(
+    runs: dict[str, Ranks], folder: Path
+) -> None:
+    best = load_file(folder / "fsdp from zero2" / "best" / "model.safetensors")
+    expected = load_file(folder / "alone" / f"checkpoint-{SAVED}" / "model.safetensors")
+    assert best.keys() == expected.keys()
+    assert all(torch.equal(best[name], value) for name, value in expected.items())
+    for rank in runs["fsdp from zero2"]:
+        assert "a model that is sharded already; build a new Trainer" in rank["refused"]
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_ranks_that_share_samples_are_refused(tmp_path: Path, axis: str) -> None:
+    axes = {name: SimpleNamespace(size=lambda n=1 + (name == axis): n) for name in ("tp", "pp")}
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(_somaspeed_mesh=axes))
+    with pytest.raises(ValueError, match=f"{axis}=2 under transformers.Trainer.*with {axis}=1"):
+        hf_trainer.accelerator(lambda: None, trainer, (), {})
 
 
 class OnlyPart:

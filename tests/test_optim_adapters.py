@@ -90,6 +90,7 @@ def test_only_layouts_that_have_averaged_before_clipping_are_served(
     accelerator = SimpleNamespace(
         distributed_type=kind, is_fsdp2=fsdp2, sync_gradients=True, unscale_gradients=lambda: None,
         _optimizers=[SimpleNamespace(optimizer=optimizer)],
+        _models=[],
     )  # fmt: skip
     answer = hooks.clip_grad_norm_(lambda *_: "the host's", accelerator, ([param], 1.0), {})
     served = (kind.value, fsdp2 and kind.value == "FSDP") in SERVED

@@ -7,6 +7,9 @@
     shard.py      torch's fully_shard over a family's units
     launch.py     what accelerate is told, and what it calls instead of its own wrapping
     states.py     the host's checkpoint format out of sharded state, and back into it
+    pipeline.py   pp: which blocks a rank keeps (partition, pipeline_refusals), and what of a step it changes
+                  (pipeline_step: the loss that counts, gradients and norm over all stages)
+    stages.py     pp at a forward's cuts, by transfer.py; collect.py brings the stages' state to rank 0
     pi05_layers.py  pi0.5 on its native path: one function reads two layers
     unused.py     trainable parameters that never get a gradient, by name
     evaluation.py the main process evaluates alone, with whole weights

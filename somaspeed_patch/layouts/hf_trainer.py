@@ -81,8 +81,8 @@ def wrap_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mappi
     return model
 
 
-def clip_grad_norm_(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Accelerator.clip_grad_norm_: the norm over all shards; torch 2.7 would log this rank's share of it."""
+def clip(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Accelerator._clip_grad_norm_dtensor_aware: the norm of all shards; torch 2.7 logs this rank's share."""
     norm = wrapped(*args, **kwargs)
     return norm.full_tensor() if mesh.of(instance) is not None and isinstance(norm, DTensor) else norm
 

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from somaspeed_patch.layouts import mesh
+
 _recomputed: WeakSet[nn.Module] = WeakSet()
 
 
@@ -64,6 +66,12 @@ def call(unit: Any, run: Callable[..., Any], *args: Any) -> Any:
 def is_sharded(unit: Any) -> bool:
     """Whether its weights are elsewhere outside its forward."""
     return isinstance(unit, FSDPModule) and any(isinstance(p, DTensor) for p in cast(Any, unit).parameters())
+
+
+def in_shards(model: Any) -> bool:
+    """Whether a layout's FSDP2 alone is why its parameters are no plain ones."""
+    axes = mesh.of(model)
+    return axes is not None and axes["tp"].size() == 1
 
 
 def in_place_of_forward(module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from somaspeed_patch import features, frozen, guarded
-from somaspeed_patch.layouts import stages
+from somaspeed_patch.layouts import stages, units
 from somaspeed_patch.molmoact2 import inputs
 
 
@@ -55,7 +55,7 @@ def _unlike_the_host(policy: Any, backbone: Any) -> str | None:
         return "there is not one action expert block a language layer"
     if expert.training and float(getattr(expert.config, "attn_dropout", 0.0)) > 0:
         return "attention dropout is active in the expert, its random mask has the repeated K/V's shape"
-    if stages.piped(expert.blocks):  # what is odd is the layout's, and units.call does as it asks
+    if stages.piped(expert.blocks) or units.in_shards(policy):  # the layout's, and units.call does as it asks
         return None
     odd = next((type(p).__name__ for p in _parameters(expert) if type(p) is not nn.Parameter), None)
     if odd is not None:
