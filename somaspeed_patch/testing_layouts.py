@@ -33,6 +33,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import somaspeed_patch
 from somaspeed_patch.layouts.layout import parse
+from somaspeed_patch.tiny import help_texts
 
 GLOBAL_BATCH = 4
 STEPS = 10
@@ -196,6 +197,7 @@ def _rank(rank: int, run: LayoutRun, folder: Path, name: str, port: str) -> None
 def _train(run: LayoutRun, folder: Path, name: str) -> None:
     from lerobot.scripts.lerobot_train import main
 
+    help_texts.drop()
     out = folder / name
     adapters = [POLICIES[run.policy].adapter] if run.patched else POLICIES[run.policy].needed
     targets = ["step_recorder", "layouts", *adapters, *(_TRAINER if run.patched else ("lerobot_train",))]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import somaspeed_patch
 from somaspeed_patch.testing_optim import ExactAdamW, clip_exactly, forget_counts, small_tiles
+from somaspeed_patch.tiny import help_texts
 from somaspeed_patch.tiny_pi05 import byte_tokenizer
 from somaspeed_patch.tiny_pi05.shrink import shrunk
 from somaspeed_patch.tiny_pi05.sizes import Size
@@ -120,6 +121,7 @@ def lerobot_train(arguments: Sequence[str], folder: Path, *targets: str, **featu
     from accelerate.state import AcceleratorState
     from lerobot.scripts.lerobot_train import main
 
+    help_texts.drop()
     forget_counts()
     before, sys.argv = sys.argv, ["lerobot-train", *arguments, f"--output_dir={folder}"]
     record = str(_record(folder))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import somaspeed_patch
+from somaspeed_patch.tiny import help_texts
 
 Run = tuple[list[dict[str, Any]], Path]
 """A run's updates as the recorder saw them, and its last checkpoint."""
@@ -39,6 +40,7 @@ def run(
     from accelerate.state import AcceleratorState
     from lerobot.scripts.lerobot_train import main
 
+    help_texts.drop()
     record = folder.with_suffix(".steps.jsonl")
     targets = ("step_recorder", target) if patched else ("step_recorder",)
     before, sys.argv = sys.argv, ["lerobot-train", *arguments, f"--steps={steps}", f"--output_dir={folder}"]

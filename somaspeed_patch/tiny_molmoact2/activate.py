@@ -2,11 +2,12 @@
 
 import logging
 
-from somaspeed_patch.tiny import episodes
+from somaspeed_patch.tiny import episodes, help_texts
 from somaspeed_patch.tiny_molmoact2 import redirect
 from somaspeed_patch.tiny_molmoact2.sizes import from_environment
 
 _size = from_environment()
+help_texts.drop()
 redirect.install(_size)
 episodes.repeat_from_environment()
 logging.getLogger(__name__).info("%s is a MolmoAct2 of size %s", redirect.CHECKPOINT, _size)
