@@ -127,6 +127,39 @@ def test_a_recipes_arm_has_a_layout(tmp_path):
         recipe.load(written(tmp_path, "layout: dp=2"))
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    """torch's process group, of this process."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_compiled_block_that_is_a_shard_runs_once_within_its_hooks(one_rank, monkeypatch, recomputed):
+    from torch.distributed.fsdp import fully_shard
+
+    from somaspeed_patch import compiled
+    from somaspeed_patch.groot import dit
+
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    x = torch.randn(2, 3)
+    plain, sharded = Layer(), Layer()
+    sharded.load_state_dict(plain.state_dict())
+    dit.backbone_block(plain, x).sum().backward()
+    if recomputed:
+        units.recompute(sharded)
+    fully_shard(sharded, mesh=one_rank, reshard_after_forward=True)
+    with somaspeed_patch.patched("groot", compile=True):
+        out = dit._through(dit.backbone_block, sharded, x)
+        assert isinstance(sharded.inner.weight, torch.distributed.tensor.DTensor)  # freed again
+        out.sum().backward()
+    assert torch.allclose(out, plain.body(x))
+    assert torch.allclose(sharded.inner.weight.grad.full_tensor(), plain.inner.weight.grad)
+
+
 class Layer(torch.nn.Module):
     """Counts how often it computes."""
 

@@ -73,7 +73,7 @@ def release() -> None:
 
 def cross_block(block: Any, hidden: Tensor, tokens: Tensor, mask: Tensor | None, temb: Tensor) -> Tensor:
     """One cross-attention block: hidden [B, T, W], tokens [B, n, D], mask [B, n] bool, temb [B, W]."""
-    result: Tensor = block(
+    result: Tensor = units.body(block)(
         hidden, attention_mask=None, encoder_hidden_states=tokens, encoder_attention_mask=mask, temb=temb
     )
     return result
@@ -81,7 +81,7 @@ def cross_block(block: Any, hidden: Tensor, tokens: Tensor, mask: Tensor | None,
 
 def self_block(block: Any, hidden: Tensor, temb: Tensor) -> Tensor:
     """One self-attention block of the DiT: hidden [B, T, W], temb [B, W]."""
-    result: Tensor = block(
+    result: Tensor = units.body(block)(
         hidden, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None, temb=temb
     )
     return result
@@ -89,7 +89,7 @@ def self_block(block: Any, hidden: Tensor, temb: Tensor) -> Tensor:
 
 def backbone_block(block: Any, hidden: Tensor) -> Tensor:
     """One block over the backbone's features: hidden [B, S, D]."""
-    result: Tensor = block(hidden)
+    result: Tensor = units.body(block)(hidden)
     return result
 
 
@@ -162,8 +162,9 @@ def _self_attention(transformer: Any, hidden_states: Tensor, return_all_hidden_s
 
 
 def _through(eager: Callable[..., Any], block: Any, *args: Any) -> Any:
-    """A block's call, compiled or not; a compiled one does not run the block's own hooks."""
+    """A block's call, compiled or not."""
     layer = _layer_of(eager)
+    # A shard's hooks are its call's: of an eager block they run in it, of a compiled one around it.
     return layer(block, *args) if layer is eager else units.call(block, layer, *args)
 
 

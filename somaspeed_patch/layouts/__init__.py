@@ -10,6 +10,8 @@
     pipeline.py   pp: which blocks a rank keeps (partition, pipeline_refusals), and what of a step it changes
                   (pipeline_step: the loss that counts, gradients and norm over all stages)
     stages.py     pp at a forward's cuts, by transfer.py; collect.py brings the stages' state to rank 0
+    tensor_parallel.py  tp: parallelize_module by the plans of tp_plans.py, with what tp_ops.py adds
+    hf_trainer.py       the same under transformers.Trainer; hf_checkpoints, zero_config, zero_checkpoint
     pi05_layers.py  pi0.5 on its native path: one function reads two layers
     unused.py     trainable parameters that never get a gradient, by name
     evaluation.py the main process evaluates alone, with whole weights

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from somaspeed_patch.layouts import mesh
 
+_WITHIN = "_somaspeed_within"
 _recomputed: WeakSet[nn.Module] = WeakSet()
 
 
@@ -55,12 +56,28 @@ def call(unit: Any, run: Callable[..., Any], *args: Any) -> Any:
         args: tensors that need a gradient are among them, not hidden in objects: FSDP2 learns from them
             when the unit's backward is over.
     """
-    once: Callable[..., Any] = partial(run, unit)
+    sharded = isinstance(unit, FSDPModule)
+    once: Callable[..., Any] = partial(_within, run, unit) if sharded else partial(run, unit)
     if unit in _recomputed:
         once = checkpointed(once)
-    if not isinstance(unit, FSDPModule):
-        return once(*args)
-    return in_place_of_forward(unit, once, *args)
+    return in_place_of_forward(unit, once, *args) if sharded else once(*args)
+
+
+def body(unit: Any) -> Callable[..., Any]:
+    """What code that may stand in for the unit's forward calls to have it computed.
+
+    Within `call` that is its class's forward: its hooks run around that code already, and its forward is that
+    code. Otherwise it is the unit.
+    """
+    return partial(type(unit).forward, unit) if getattr(unit, _WITHIN, False) else unit
+
+
+def _within(run: Callable[..., Any], unit: Any, *args: Any) -> Any:
+    setattr(unit, _WITHIN, True)
+    try:
+        return run(unit, *args)
+    finally:
+        delattr(unit, _WITHIN)
 
 
 def is_sharded(unit: Any) -> bool:
