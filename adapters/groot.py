@@ -6,7 +6,6 @@ Inference is the host's.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from somaspeed_patch.features import (
     TRAIN_MODE,
     Feature,
 )
-from somaspeed_patch.registry import Patch, function, with_parameters
+from somaspeed_patch.registry import Patch, function, handed, with_parameters
 
 REQUIRES = ["transformers>=4.57,<5.6", "accelerate>=1.0,<2"]
 
@@ -104,13 +103,7 @@ HOSTS = (
 
 def _hooked(part: str, hook: str, *names: str) -> Callable[[Any], Any]:
     """Hand the call to a function of `somaspeed_patch.groot`, if the host's takes these parameters."""
-
-    def make(original: Any) -> Any:
-        with_parameters(original, ["self", *names])
-        ours = importlib.import_module(f"somaspeed_patch.groot.{part}")
-        return wrapt.FunctionWrapper(original, getattr(ours, hook))
-
-    return make
+    return handed(f"somaspeed_patch.groot.{part}", hook, ["self", *names])
 
 
 def _logits(original: Any) -> Any:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import wrapt
-
 from somaspeed_patch.features import LAYOUT
-from somaspeed_patch.registry import Patch, with_parameters
+from somaspeed_patch.registry import Patch, handed
 
 REQUIRES = ["accelerate>=1.15,<2"]  # before, its clipping could not take parameters of several meshes
 
@@ -20,15 +18,7 @@ NEEDED_BY = LAYOUT.name
 
 
 def _hooked(part: str, hook: str, *names: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        import importlib
-
-        if names:
-            with_parameters(original, list(names))
-        module = importlib.import_module(f"somaspeed_patch.layouts.{part}")
-        return wrapt.FunctionWrapper(original, getattr(module, hook))
-
-    return make
+    return handed(f"somaspeed_patch.layouts.{part}", hook, names)
 
 
 def _property(name: str) -> Callable[[Any], Any]:

@@ -11,27 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import wrapt
-
 from somaspeed_patch.features import LAYOUT
-from somaspeed_patch.registry import Patch, with_parameters
+from somaspeed_patch.registry import Patch, handed
 
 REQUIRES = ["transformers>=4.51,<5.6", "accelerate>=1.15,<2"]
 
 FEATURES = [LAYOUT]
 
 
-def _hooked(part: str, hook: str, *names: str, optional: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+def _hooked(part: str, hook: str, *names: str) -> Callable[[Any], Any]:
     """Hand the call to a function of `somaspeed_patch.layouts`, if the host's takes these parameters."""
-
-    def make(original: Any) -> Any:
-        import importlib
-
-        with_parameters(original, ["self", *names], optional)
-        module = importlib.import_module(f"somaspeed_patch.layouts.{part}")
-        return wrapt.FunctionWrapper(original, getattr(module, hook))
-
-    return make
+    return handed(f"somaspeed_patch.layouts.{part}", hook, ["self", *names])
 
 
 def _trainer(name: str, site: str, make: Callable[[Any], Any]) -> Patch:

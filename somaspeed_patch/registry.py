@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,23 @@ def with_parameters(function: Any, expected: Sequence[str], optional: Sequence[s
     if found[: len(expected)] != list(expected) or set(found[len(expected) :]) - set(optional):
         name = getattr(function, "__qualname__", function)
         raise AttributeError(f"{name} takes ({', '.join(found)}), expected ({', '.join(expected)})")
+
+
+def handed(module: str, hook: str, expected: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """A `make` that hands the call to a hook as wrapt calls it.
+
+    Args:
+        module: imported when the patch is applied, not before.
+        hook: its function `hook(wrapped, instance, args, kwargs)`.
+        expected: as of `with_parameters`; empty: whatever the host's function takes.
+    """
+
+    def make(original: Any) -> Any:
+        if expected:
+            with_parameters(original, expected)
+        return wrapt.FunctionWrapper(original, getattr(importlib.import_module(module), hook))
+
+    return make
 
 
 def function(original: Any, hook: Callable[..., Any]) -> Any:

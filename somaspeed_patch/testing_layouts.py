@@ -12,13 +12,9 @@ rank, or 2 on two. So their losses, norms and weights can be compared with one p
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import socket
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -29,9 +25,9 @@ from unittest.mock import patch as replaced
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 import somaspeed_patch
+from somaspeed_patch import testing_ranks
 from somaspeed_patch.layouts.layout import parse
 from somaspeed_patch.tiny import help_texts
 
@@ -139,20 +135,7 @@ def run_all(script: str, folder: Path, *names: str) -> dict[str, Found]:
 
     Raises: RuntimeError: the script itself failed; a run that failed has an `error`.
     """
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["TRITON_INTERPRET"] = "0"  # else AdamW's kernels take 25 ms a parameter and update
-    log = folder / "log"
-    with log.open("w") as stream:
-        done = subprocess.run(
-            [sys.executable, script, str(folder), *names],
-            env={**os.environ, **environment, "HF_HUB_OFFLINE": "1"},
-            stdout=stream,
-            stderr=stream,
-            timeout=900,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{script} ended with {done.returncode}:\n{log.read_text()[-6000:]}")
-    ranks = json.loads((folder / "runs.json").read_text())
+    ranks = testing_ranks.run_script(script, folder, *names, timeout=900)
     return {name: Found(folder / name, count) for name, count in ranks.items()}
 
 
@@ -160,32 +143,10 @@ def serve_runs(runs: Mapping[str, LayoutRun]) -> None:
     """In the script of `run_all`."""
     import lerobot.scripts.lerobot_train  # noqa: F401  # once, for all forks
 
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(runs)
-    torch.set_num_threads(1)
-    for name in names:
-        print(f"run {name}", flush=True)
-        arguments = (runs[name], folder, name, str(_free_port()))
-        try:
-            start_processes(_rank, arguments, runs[name].ranks, start_method="fork")  # type: ignore[no-untyped-call]
-        except Exception as error:
-            (folder / name).with_suffix(".error").write_text(str(error))
-            traceback.print_exc()
-    (folder / "runs.json").write_text(json.dumps({name: runs[name].ranks for name in names}))
+    testing_ranks.serve(runs, _rank, before=lambda *_: None, limit=LIMIT)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def _rank(rank: int, run: LayoutRun, folder: Path, name: str, port: str) -> None:
-    """One rank, with what torchrun would tell it; a single native process is started without a launcher."""
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    if run.ranks > 1 or run.layout is not None:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "LOCAL_WORLD_SIZE": run.ranks}
-        os.environ.update({key: str(value) for key, value in ranks.items()})
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+def _rank(rank: int, run: LayoutRun, folder: Path, name: str) -> None:
     if rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with ExitStack() as stack:
@@ -280,17 +241,8 @@ def _groot_draws(replica: int, replicas: int) -> Iterator[None]:
 
     time = host.GR00TN17ActionHead.sample_time
 
-    class Torch:
-        """torch, but for randn."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def randn(self, *shape: Any, **options: Any) -> Tensor:
-            if not isinstance(shape[0], torch.Size):  # a weight's
-                return torch.randn(*shape, **options)
-            whole = (shape[0][0] * replicas, *shape[0][1:])
-            return _part(torch.randn(whole, **options), replica, replicas)
+    def noise(shape: torch.Size, **options: Any) -> Tensor:
+        return _part(torch.randn((shape[0] * replicas, *shape[1:]), **options), replica, replicas)
 
     def sample_time(self: Any, batch_size: int, device: Any, dtype: Any) -> Tensor:
         return _part(time(self, batch_size * replicas, device, dtype), replica, replicas)
@@ -301,7 +253,10 @@ def _groot_draws(replica: int, replicas: int) -> Iterator[None]:
         def random(self) -> float:
             return 0.5
 
-    one, crops = replaced.object(host, "torch", Torch()), replaced.object(processor_groot, "random", Random())
+    one, crops = (
+        replaced.object(host, "torch", testing_ranks.TorchBut(noise)),
+        replaced.object(processor_groot, "random", Random()),
+    )
     with one, crops, replaced.object(host.GR00TN17ActionHead, "sample_time", sample_time):
         yield
 

@@ -12,14 +12,8 @@ ranks and micro-batches share them. The model is LeRobot's tiny GR00T with the i
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
-import os
-import resource
-import subprocess
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -32,11 +26,11 @@ from unittest.mock import patch as replaced
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, TrainingArguments
 
 import somaspeed_patch
+from somaspeed_patch import testing_ranks
 from somaspeed_patch.testing_groot import make_config, make_raw_batch
 from somaspeed_patch.testing_groot_trainer import Gr00tLikeTrainer, make_model
 
@@ -119,26 +113,18 @@ def _draws() -> Iterator[None]:
     def generator(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
-    class Torch:
-        """torch, but for the randn of noise."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def randn(self, *shape: Any, **options: Any) -> Tensor:
-            if not isinstance(shape[0], torch.Size):  # a weight's
-                return torch.randn(*shape, **options)
-            options.pop("device")
-            return torch.stack(
-                [torch.randn(shape[0][1:], generator=generator(row), **options) for row in _drawn.rows]
-            )
+    def noise(shape: torch.Size, **options: Any) -> Tensor:
+        options.pop("device")
+        return torch.stack(
+            [torch.randn(shape[1:], generator=generator(row), **options) for row in _drawn.rows]
+        )
 
     def sample_time(self: Any, batch_size: int, device: Any, dtype: Any) -> Tensor:
         times = [torch.rand((), generator=generator(row + 10**6), dtype=dtype) for row in _drawn.rows]
         return torch.stack(times)
 
-    noise = replaced.object(host, "torch", Torch())
-    with noise, replaced.object(host.GR00TN17ActionHead, "sample_time", sample_time):
+    torch_ = replaced.object(host, "torch", testing_ranks.TorchBut(noise))
+    with torch_, replaced.object(host.GR00TN17ActionHead, "sample_time", sample_time):
         yield
 
 
@@ -241,27 +227,12 @@ def _held(trainer: Any) -> dict[str, Any]:
 def run_all(script: str, folder: Path, *names: str) -> dict[str, Any]:
     """Run the script's RUNS (or the named ones) in one process that imports once.
 
-    FusedAdamW's steps are torch's there: with its kernels in Triton's interpreter the runs take four minutes.
-
     Returns: by name, the ranks' dictionaries, or the text of the error that ended the run.
 
     Raises: RuntimeError: the script itself failed.
     """
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    log = folder / "log"
-    with log.open("w") as stream:
-        done = subprocess.run(
-            [sys.executable, script, str(folder), *names],
-            env={**os.environ, **environment, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"},
-            stdout=stream,
-            stderr=stream,
-            timeout=600,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{script} ended with {done.returncode}:\n{log.read_text()[-6000:]}")
-    return {
-        name: _found(folder, name, n) for name, n in json.loads((folder / "runs.json").read_text()).items()
-    }
+    ranks = testing_ranks.run_script(script, folder, *names, timeout=600)
+    return {name: _found(folder, name, count) for name, count in ranks.items()}
 
 
 def _found(folder: Path, name: str, ranks: int) -> Any:
@@ -273,32 +244,17 @@ def _found(folder: Path, name: str, ranks: int) -> Any:
 
 def serve(runs: Mapping[str, TrainerRun]) -> None:
     """In the script of `run_all`."""
-    from somaspeed_patch.testing_layouts import _free_port
-
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(runs)
-    torch.set_num_threads(1)
     make_model(0.0)  # imports LeRobot's policies, once for all forks
     gc.freeze()  # the Trainer collects garbage, which takes a second for what was imported
-    for name in names:
-        spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        print(f"run {name}, after {spent:.0f} s of all ranks", flush=True)
-        run = runs[name]
-        if run.before is not None:
-            run.before(folder)
-        try:
-            start_processes(_rank, (run, folder, name, str(_free_port())), run.ranks, start_method="fork")  # type: ignore[no-untyped-call]
-        except Exception as error:
-            (folder / f"{name}.error").write_text(str(error))
-            traceback.print_exc()
-    (folder / "runs.json").write_text(json.dumps({name: runs[name].ranks for name in names}))
+    testing_ranks.serve(runs, _rank, before=_before, limit=LIMIT)
 
 
-def _rank(rank: int, run: TrainerRun, folder: Path, name: str, port: str) -> None:
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    if run.ranks > 1 or run.layout is not None:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "LOCAL_WORLD_SIZE": run.ranks}
-        os.environ.update({key: str(value) for key, value in ranks.items()})
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+def _before(run: TrainerRun, folder: Path) -> None:
+    if run.before is not None:
+        run.before(folder)
+
+
+def _rank(rank: int, run: TrainerRun, folder: Path, name: str) -> None:
     with _draws():
         found = train(run, folder, name, rank)
     torch.save(found, folder / f"{name}.rank{rank}.pt")

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from somaspeed_patch import features, sites
 from somaspeed_patch.layouts import states, zero_checkpoint
@@ -28,7 +26,7 @@ _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 def save_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Trainer.save_model(output_dir): the first rank's `model.state_dict()` is whole. Collective."""
-    if not _sharded(instance.model):
+    if not states.is_sharded(instance.model):
         return wrapped(*args, **kwargs)
     with _whole(instance.model):
         return wrapped(*args, **kwargs)
@@ -37,7 +35,7 @@ def save_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mappi
 def on_evaluate(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """BestMetricCheckpointCallback.on_evaluate of NVIDIA's package, whose first rank may save the model."""
     model = kwargs.get("model")
-    if not _sharded(model):
+    if not states.is_sharded(model):
         return wrapped(*args, **kwargs)
     with _whole(model):
         return wrapped(*args, **kwargs)
@@ -45,7 +43,7 @@ def on_evaluate(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapp
 
 def save_optimizer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Trainer._save_optimizer_and_scheduler(output_dir): the optimizer's state is whole. Collective."""
-    if not _sharded(instance.model):
+    if not states.is_sharded(instance.model):
         return wrapped(*args, **kwargs)
     whole = states.optim_state_dict(None, None, (instance.model, instance.optimizer), {})
     with _lent(instance.optimizer, "state_dict", lambda: whole):
@@ -64,20 +62,16 @@ def load_optimizer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: M
 def load_best(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Trainer._load_best_model(): whole weights into the sharded model."""
     model = instance.model
-    if not _sharded(model):
+    if not states.is_sharded(model):
         return wrapped(*args, **kwargs)
 
     def load_state_dict(state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
         held = type(model).state_dict(model)
-        mine = {name: _like(value, held.get(name)) for name, value in state.items()}
+        mine = {name: states.like(value, held.get(name)) for name, value in state.items()}
         return type(model).load_state_dict(model, mine, strict)
 
     with _lent(model, "load_state_dict", load_state_dict):
         return wrapped(*args, **kwargs)
-
-
-def _sharded(model: Any) -> bool:
-    return isinstance(model, FSDPModule)
 
 
 @contextmanager
@@ -107,7 +101,7 @@ def _load(wrapped: Any, trainer: Any, checkpoint: str | None) -> Any:
         return wrapped(checkpoint)
     folder, site = Path(checkpoint), sites.site(LOAD)
     zero = zero_checkpoint.tag(folder)
-    if zero is None and not _sharded(trainer.model):
+    if zero is None and not states.is_sharded(trainer.model):
         return wrapped(checkpoint)
     if zero is not None:
         _import_zero(trainer, zero)
@@ -145,22 +139,18 @@ def _import_zero(trainer: Any, folder: Path) -> None:
     rates = _scheduler(folder.parent)["_last_lr"]
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     named: dict[str, nn.Parameter] = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
-    places = {id(p): place for place, p in enumerate(_parameters(optimizer))}
+    places = {id(p): place for place, p in enumerate(states.parameters_of(optimizer))}
     found = zero_checkpoint.Reader(folder)
     _same_names(found.names, [name for name, p in named.items() if id(p) in places])
     state = {}
     for name in found.names:
         parameter, entry = named[name], found.entry(name, named[name].shape)
-        parameter.copy_(_like(entry.pop("master"), parameter))
-        state[places[id(parameter)]] = {key: _like(value, parameter) for key, value in entry.items()}
+        parameter.copy_(states.like(entry.pop("master"), parameter))
+        state[places[id(parameter)]] = {key: states.like(value, parameter) for key, value in entry.items()}
     groups = optimizer.state_dict()["param_groups"]
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _same_names(saved: list[str], held: list[str]) -> None:
@@ -170,13 +160,3 @@ def _same_names(saved: list[str], held: list[str]) -> None:
             f"layout: {len(other)} parameters train here or in the ZeRO checkpoint, but not in both, for "
             f"example {other[0]}; train the same ones, or start from its weights without resuming"
         )
-
-
-def _like(value: Any, held: Any) -> Any:
-    """A whole tensor as this rank holds it: its shard, on its device."""
-    if not isinstance(held, Tensor) or value.shape != held.shape or value.ndim == 0:
-        return value
-    value = value.to(held.device)
-    if not isinstance(held, DTensor):
-        return value
-    return distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)

@@ -23,7 +23,7 @@ from somaspeed_patch.layouts import collect, stages
 def state_dict_type(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """FullyShardedDataParallel.state_dict_type(module, ...): inside, `module.state_dict()` is whole."""
     module = args[0] if args else kwargs.get("module")
-    return _whole(module) if _sharded(module) else wrapped(*args, **kwargs)
+    return _whole(module) if is_sharded(module) else wrapped(*args, **kwargs)
 
 
 def optim_state_dict(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -36,7 +36,8 @@ def optim_state_dict_to_load(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs
     return _for_optimizer(wrapped, *args, **kwargs)
 
 
-def _sharded(module: Any) -> bool:
+def is_sharded(module: Any) -> bool:
+    """By FSDP2."""
     return isinstance(module, FSDPModule)
 
 
@@ -85,12 +86,12 @@ def _alone(value: Any) -> Any:
 
 
 def _of_optimizer(wrapped: Any, model: Any, optim: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _sharded(model):
+    if not is_sharded(model):
         return wrapped(model, optim, *args, **kwargs)
     saved = getattr(optim, "optimizer", optim).state_dict()
     first, pipeline = dist.get_rank() == 0, stages.of_model(model)
     if pipeline is not None:
-        owners = _owners(model, _parameters(optim), pipeline)
+        owners = _owners(model, parameters_of(optim), pipeline)
         state = collect.optimizer_state(saved["state"], pipeline, owners, _whole_tensor)
         return {"state": state, "param_groups": saved["param_groups"]} if first else {}
     state = {}
@@ -122,12 +123,12 @@ def _owners(model: nn.Module, parameters: list[Tensor], pipeline: stages.Pipelin
 def _for_optimizer(
     wrapped: Any, model: Any, optim: Any, optim_state_dict: Mapping[str, Any], **kwargs: Any
 ) -> Any:
-    if not _sharded(model):
+    if not is_sharded(model):
         return wrapped(model=model, optim=optim, optim_state_dict=optim_state_dict, **kwargs)
-    parameters = _parameters(optim)
+    parameters = parameters_of(optim)
     places = _places(model, parameters, optim_state_dict["state"])
     state = {
-        places[key]: {name: _like(value, parameters[places[key]]) for name, value in entry.items()}
+        places[key]: {name: like(value, parameters[places[key]]) for name, value in entry.items()}
         for key, entry in optim_state_dict["state"].items()
         if parameters[places[key]].numel()  # else another stage's
     }
@@ -137,7 +138,8 @@ def _for_optimizer(
     return {"state": state, "param_groups": _numbered(groups)}
 
 
-def _parameters(optim: Any) -> list[Tensor]:
+def parameters_of(optim: Any) -> list[Tensor]:
+    """An optimizer's, in the order of their places."""
     return [parameter for group in optim.param_groups for parameter in group["params"]]
 
 
@@ -160,8 +162,8 @@ def _places(model: nn.Module, parameters: list[Tensor], state: Mapping[Any, Any]
     return places
 
 
-def _like(value: Any, parameter: Tensor) -> Any:
-    """A saved value as this rank holds it."""
+def like(value: Any, parameter: Tensor) -> Any:
+    """A whole value as this rank holds it: its shard, on its device."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
         return value
     value = value.to(parameter.device)
