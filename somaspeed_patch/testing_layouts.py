@@ -1,4 +1,4 @@
-"""What the tests of layouts share: the real lerobot-train on several ranks (gloo, CPU), and what each saw.
+"""What the tests of layouts share: the real lerobot-train on several ranks, and what each saw.
 
     # in the test file, which is also the script that imports LeRobot once and forks the ranks:
     RUNS = {"fsdp": LayoutRun(policy="pi05", layout="dp_shard=2"), ...}
@@ -38,7 +38,7 @@ _FRAMES = Path(__file__).parent / "recipes" / "assets" / "libero_spatial_tiny"
 _COMMON = [
     "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={_FRAMES}",
     "--dataset.video_backend=pyav", "--num_workers=0", "--env_eval_freq=0", "--log_freq=1", "--seed=7",
-    "--policy.device=cpu", "--policy.push_to_hub=false", "--policy.chunk_size=4",
+    "--policy.push_to_hub=false", "--policy.chunk_size=4",
     "--policy.n_action_steps=4",
     "--dataset.episodes=[0]",  # one instruction: hosts pad to a rank's longest, which changes its numbers
 ]  # fmt: skip
@@ -130,12 +130,15 @@ class Found:
         return next(site for site in report["sites"] if site["site"] == name)
 
 
-def run_all(script: str, folder: Path, *names: str) -> dict[str, Found]:
+def run_all(script: str, folder: Path, *names: str, device: str = "cpu") -> dict[str, Found]:
     """Run the script's RUNS (or the named ones), one after the other, in one process that imports once.
+
+    Args:
+        device: `cpu`, or `cuda`, a GPU each rank.
 
     Raises: RuntimeError: the script itself failed; a run that failed has an `error`.
     """
-    ranks = testing_ranks.run_script(script, folder, *names, timeout=900)
+    ranks = testing_ranks.run_script(script, folder, *names, timeout=900, device=device)
     return {name: Found(folder / name, count) for name, count in ranks.items()}
 
 
@@ -176,7 +179,7 @@ def _arguments(run: LayoutRun, folder: Path) -> list[str]:
     if run.resumes is not None:
         config = folder / run.resumes / "checkpoints" / "last" / "pretrained_model" / "train_config.json"
         return [f"--config_path={config}", "--resume=true", size, *flags, *run.arguments]
-    own = POLICIES[run.policy].arguments()
+    own = [f"--policy.device={testing_ranks.device()}", *POLICIES[run.policy].arguments()]
     return [*_COMMON, *own, size, f"--save_freq={run.steps}", *flags, *run.arguments]
 
 
@@ -227,7 +230,8 @@ def _molmoact2_draws(replica: int, replicas: int) -> Iterator[None]:
     def prepared(policy: Any, *, noise: Any = None, **given: Any) -> Any:
         actions = given["actions"]
         shape = (len(actions) * replicas, policy.config.num_flow_timesteps, *actions.shape[1:])
-        return prepare(policy, noise=_part(torch.randn(shape), replica, replicas), **given)
+        drawn = torch.randn(shape, device=actions.device)
+        return prepare(policy, noise=_part(drawn, replica, replicas), **given)
 
     one = replaced.object(host, "_sample_beta_timesteps", sample_times)
     with one, replaced.object(host.MolmoAct2Policy, "_prepare_flow_matching_tensors", prepared):

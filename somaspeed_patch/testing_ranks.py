@@ -33,17 +33,27 @@ class Run(Protocol):
         """None: the host's own."""
 
 
-def run_script(script: str, folder: Path, *names: str, timeout: float) -> dict[str, int]:
-    """Run the script's trainings (or the named ones) on the CPU; how many ranks each had, by name.
+_DEVICE = "SOMASPEED_TEST_DEVICE"
 
-    FusedAdamW's steps are torch's there: the interpreter takes its kernels 25 ms a parameter and update.
+
+def device() -> str:
+    """Where this script's ranks compute: `cpu` (gloo) or `cuda` (NCCL, a GPU each)."""
+    return os.environ.get(_DEVICE, "cpu")
+
+
+def run_script(script: str, folder: Path, *names: str, timeout: float, device: str = "cpu") -> dict[str, int]:
+    """Run the script's trainings (or the named ones); how many ranks each had, by name.
+
+    FusedAdamW's steps are torch's on a CPU: the interpreter takes its kernels 25 ms a parameter and update.
+    On GPUs matrix products of fp32 are fp32: LeRobot's TF32 would hide what a layout changes.
 
     Raises: RuntimeError: the script itself failed; a training that failed left NAME.error.
     """
     environment = {
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
-        "TRITON_INTERPRET": "0",
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0",
+        _DEVICE: device,
     }  # fmt: skip
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"NVIDIA_TF32_OVERRIDE": "0"}
     log = folder / "log"
     with log.open("w") as stream:
         done = subprocess.run(

@@ -32,6 +32,16 @@ def test_gpus_driver_and_links(smi):
     assert machine.accelerators() == {"gpus": [gpu, gpu], "links": [["X", "NV4"], ["NV4", "X"]]}
 
 
+@pytest.mark.parametrize(("visible", "places"), [("1", [1]), ("1,0", [1, 0]), ("GPU-4f2a", [0, 1]), ("", [])])
+def test_gpus_that_this_process_may_not_use_are_left_out(smi, monkeypatch, visible, places):
+    smi(SMI)
+    every = machine.accelerators()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = machine.accelerators()
+    assert found["gpus"] == [every["gpus"][place] for place in places]
+    assert found["links"] == [[every["links"][row][column] for column in places] for row in places]
+
+
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 9\n", "#!/bin/sh\necho No devices were found\n"])
 def test_no_answer_is_no_gpu(smi, text):
     smi(text)

@@ -75,7 +75,7 @@ def command_line() -> list[str]:
 
 
 def accelerators() -> dict[str, Any]:
-    """The GPUs by nvidia-smi, their driver and links; empty lists where it does not answer.
+    """The GPUs this process may use by nvidia-smi, their driver and links; empty lists without an answer.
 
     Returns: `gpus`, each with name, memory_gib and driver; `links`, the matrix of `nvidia-smi topo -m`: X on
         the diagonal, NV18, NODE, SYS and so on elsewhere.
@@ -86,7 +86,21 @@ def accelerators() -> dict[str, Any]:
         {"name": name, "memory_gib": float(mib) / 1024, "driver": driver}
         for name, mib, driver in (row for row in rows if len(row) == 3)
     ]
-    return {"gpus": gpus, "links": _links(_smi("topo", "-m"), len(gpus))}
+    links = _links(_smi("topo", "-m"), len(gpus))
+    mine = _visible(len(gpus))
+    return {
+        "gpus": [gpus[index] for index in mine],
+        "links": [[links[row][column] for column in mine] for row in mine if links],
+    }
+
+
+def _visible(count: int) -> list[int]:
+    """The places of CUDA_VISIBLE_DEVICES; all where it is not set or names GPUs otherwise."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = [word.strip() for word in (listed or "").split(",") if word.strip()]
+    if listed is None or not all(word.isdigit() and int(word) < count for word in words):
+        return list(range(count))
+    return [int(word) for word in words]
 
 
 def _links(matrix: str, count: int) -> list[list[str]]:
