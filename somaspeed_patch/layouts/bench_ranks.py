@@ -4,7 +4,7 @@ r"""What a layout costs and gains at full size: the same step with and without i
         --layout dp_shard=2 --out FILE
 
 Each rank holds two models of the recipe's `synthetic` section, one of them through the layout, both patched
-and compiled. They take turns on the same batches, A B B A: "without" is this rank alone, which talks to nobody,
+and compiled. They take turns on the same batches, A B B A: "without" is this rank alone, talking to nobody,
 "with" all ranks together; the slowest counts. On one rank units are gathered and freed and gradients reduced
 as on many; what remains of the difference is hooks and copies.
 """
