@@ -42,6 +42,12 @@ _COMMON = [
     "--policy.n_action_steps=4",
     "--dataset.episodes=[0]",  # one instruction: hosts pad to a rank's longest, which changes its numbers
 ]  # fmt: skip
+# What a run imports on its way, 0.5 s a rank.
+_LATE = (
+    "scipy.io", "torch.distributed.checkpoint", "torch.distributed.elastic.multiprocessing",
+    "torch.utils.flop_counter", "torchcodec", "somaspeed_patch.optim.fused_adamw",
+    "somaspeed_patch.pi05.forward",
+)  # fmt: skip
 _TRAINER = ("lerobot_train", "lerobot_optimizer", "accelerate_clip")
 
 
@@ -144,8 +150,7 @@ def run_all(script: str, folder: Path, *names: str, device: str = "cpu") -> dict
 
 def serve_runs(runs: Mapping[str, LayoutRun]) -> None:
     """In the script of `run_all`."""
-    import lerobot.scripts.lerobot_train  # noqa: F401  # once, for all forks
-
+    testing_ranks.import_once("lerobot.scripts.lerobot_train", *_LATE)
     testing_ranks.serve(runs, _rank, before=lambda *_: None, limit=LIMIT)
 
 

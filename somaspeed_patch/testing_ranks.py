@@ -6,6 +6,8 @@ The test file is the script; `run_script` starts it, `serve` in it runs one trai
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import json
 import os
 import socket
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +70,14 @@ def run_script(script: str, folder: Path, *names: str, timeout: float, device: s
         raise RuntimeError(f"{script} ended with {done.returncode}:\n{log.read_text()[-6000:]}")
     ranks: dict[str, int] = json.loads((folder / "runs.json").read_text())
     return ranks
+
+
+def import_once(*modules: str) -> None:
+    """Import in the script what its forks would import each; what fails here fails there, if it is used."""
+    for module in modules:
+        with suppress(ImportError, OSError, RuntimeError):  # torchcodec without FFmpeg: any of these
+            importlib.import_module(module)
+    gc.freeze()  # a collection takes 0.3 s for what was imported, and each fork has several
 
 
 def serve(

@@ -41,7 +41,7 @@ def measure(
 ) -> dict[str, Any]:
     """Its updates' seconds, losses and norms, peak memory, sites and profile; or `failure`, in words."""
     _clean(subject.device)
-    before = _counts()
+    before = counts()
     try:
         with arranged(subject, arm), subject.optimized():
             data, begun = subject.batch(batch, padding=arm.padding), time.perf_counter()
@@ -49,7 +49,7 @@ def measure(
                 subject.update(data)
             warm = time.perf_counter() - begun
             updates = [subject.update(data) for _ in range(steps)]
-            found: dict[str, Any] = {"sites": _ran_since(before), "peak_gib": _peak(subject.device)}
+            found: dict[str, Any] = {"sites": ran_since(before), "peak_gib": _peak(subject.device)}
             if profiled:
                 step = statistics.median(update["total"] for update in updates)
                 found["profile"] = synthetic_profile.largest(subject, data, step)
@@ -64,15 +64,16 @@ def fits(subject: Subject, arm: SyntheticArm, batch: int) -> bool:
     return "failure" not in found
 
 
-def _counts() -> dict[str, dict[str, Any]]:
+def counts() -> dict[str, dict[str, Any]]:
+    """Every site as it is now, by name."""
     keys = ("site", "status", "reason", *_COUNTS, "last_fallback")
     return {site.site: {key: getattr(site, key) for key in keys} for site in report().sites}
 
 
-def _ran_since(before: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def ran_since(before: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Per site: calls through our code, calls left to the host, fallbacks, since `before`."""
     ran = []
-    for name, now in _counts().items():
+    for name, now in counts().items():
         then = before.get(name, dict.fromkeys(_COUNTS, 0))
         since = {key: now[key] - then[key] for key in _COUNTS}
         if any(since.values()):

@@ -23,9 +23,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from somaspeed_patch import patched
-from somaspeed_patch.ab import machine, ratios, results, synthetic, synthetic_recipe
+from somaspeed_patch.ab import (
+    machine,
+    ratios,
+    results,
+    synthetic,
+    synthetic_measure,
+    synthetic_profile,
+    synthetic_recipe,
+)
 from somaspeed_patch.ab.synthetic_measure import TARGETS
 from somaspeed_patch.ab.synthetic_recipe import Synthetic
 from somaspeed_patch.ab.synthetic_subject import Subject
@@ -65,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", type=parse, default=Layout(), help="for example dp_shard=2")
     parser.add_argument("--alone", action="store_true", help="only the arm with the layout")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
+    parser.add_argument("--profile", action="store_true", help="one more update of each arm, for its kernels")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--out", type=Path)
@@ -90,7 +100,16 @@ def _measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         what = _spread(arms["with"], recipe, layout, device)
         for subject in arms.values():
             stack.enter_context(subject.optimized())
-        speeds = _speeds(arms, args, layout)
+        seed = 1 + dist.get_rank() // layout.tp
+        data = {name: subject.batch(args.batch, seed=seed) for name, subject in arms.items()}
+        ran = {name: _warm(subject, data[name]) for name, subject in arms.items()}
+        seconds = _seconds(arms, data, args)
+        profiles = {
+            name: synthetic_profile.largest(subject, data[name], statistics.median(seconds[name]))
+            for name, subject in arms.items()
+            if args.profile
+        }
+    speeds = _speeds(seconds, args.batch, layout)
     compared = None if args.alone else ratios.ratio(speeds["with"], speeds["without"])
     return {
         **results.head("layout on ranks"),
@@ -105,6 +124,8 @@ def _measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "samples_per_second": {name: ratios.spread(found) for name, found in speeds.items()},
         "peak_gib": _peak_gib(device),
         "ratio": compared,
+        "sites": ran,
+        "profiles": profiles,
     }
 
 
@@ -114,22 +135,34 @@ def _spread(subject: Subject, recipe: Synthetic, layout: Layout, device: torch.d
     if family is None:
         raise ValueError(f"bench_ranks: the recipe's {recipe.model} is of no known family")
     axes = mesh.build(layout, device.type)
+    mesh.attach(policy, axes)
     split = tensor_parallel.apply(policy, family, axes["tp"]) if layout.tp > 1 else ""
     return "; ".join(filter(None, (str(shard(policy, family, layout, axes)), split)))
 
 
-def _speeds(arms: dict[str, Subject], args: argparse.Namespace, layout: Layout) -> dict[str, list[float]]:
-    """Samples a second of each repeat, the median of its updates: of this rank, of all replicas."""
-    replicas = {"without": 1, "with": layout.dp_replicate * layout.dp_shard}
-    seed = 1 + dist.get_rank() // layout.tp
-    data = {name: subject.batch(args.batch, seed=seed) for name, subject in arms.items()}
-    for name in (*arms, *arms):  # compiles; allocates the moments
-        arms[name].update(data[name])
-    speeds: dict[str, list[float]] = {name: [] for name in arms}
+def _warm(subject: Subject, data: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Two updates, which compile and allocate the moments; per site, what ran in them."""
+    before = synthetic_measure.counts()
+    for _ in range(2):
+        subject.update(data)
+    return synthetic_measure.ran_since(before)
+
+
+def _seconds(
+    arms: dict[str, Subject], data: dict[str, dict[str, Tensor]], args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Of each repeat: the median of its updates, each as long as the slowest rank's."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
     for name in _order(list(arms), args.repeats):
-        seconds = [_slowest(arms[name].update(data[name])["total"]) for _ in range(args.updates)]
-        speeds[name].append(args.batch * replicas[name] / statistics.median(seconds))
-    return speeds
+        updates = [_slowest(arms[name].update(data[name])["total"]) for _ in range(args.updates)]
+        seconds[name].append(statistics.median(updates))
+    return seconds
+
+
+def _speeds(seconds: dict[str, list[float]], batch: int, layout: Layout) -> dict[str, list[float]]:
+    """Samples a second of each repeat: of this rank alone, or of all replicas."""
+    replicas = {"without": 1, "with": layout.dp_replicate * layout.dp_shard}
+    return {name: [batch * replicas[name] / each for each in found] for name, found in seconds.items()}
 
 
 def _slowest(seconds: float) -> float:

@@ -52,6 +52,11 @@ class Layout:
         """Whether anything is split; without, the host's own data parallelism does it all."""
         return self.dp_replicate == 1 or self.dp_shard > 1 or self.tp > 1 or self.pp > 1
 
+    @property
+    def whole(self) -> bool:
+        """Whether a rank holds its parameters whole, as one process does: one shard, and no tp."""
+        return self.dp_replicate == self.dp_shard == self.tp == 1
+
     def on(self, ranks: int) -> Layout:
         """The layout for this many ranks.
 
