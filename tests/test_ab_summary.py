@@ -1,11 +1,12 @@
 """The README's table comes from results files, cell by cell."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from somaspeed_patch import testing_ab_page as made
-from somaspeed_patch.ab import summary, table
+from somaspeed_patch.ab import summary, table, versus
 
 
 def lines(text):
@@ -30,8 +31,22 @@ def test_the_caption_says_where_and_when():
     results = made.step()
     assert summary.summary([results]).splitlines()[0] == (
         f"**{results['recipe']['description']}**: {results['machine']['devices'][0]}, "
-        f"{results['date'][:10]}, commit {results['commit'][:7]}, {results['recipe']['repeats']} repeats"
+        f"{results['date'][:10]}, commit {results['commit'][:7]}, 3 repeats"
     )
+
+
+def test_the_caption_counts_repeats_that_were_finished():
+    results = made.step()
+    for cell in results["cells"]:
+        cell["repeats"] -= cell["arm"] == "patched_compiled"
+    assert summary.summary([results]).splitlines()[0].endswith(", 2 to 3 repeats")
+
+
+def test_this_repositorys_readme_is_made_of_its_results():
+    root = Path(__file__).parents[1]
+    files = [root / f"docs/results/2026-11-30-h200/{model}.json" for model in ("pi05", "molmoact2")]
+    made_of, readme = summary.summary([versus.read(file) for file in files]), (root / "README.md").read_text()
+    assert summary.replaced(readme, made_of) == readme
 
 
 def test_only_what_stands_between_the_markers_changes(tmp_path):

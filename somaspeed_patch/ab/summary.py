@@ -50,8 +50,10 @@ def main(words: Sequence[str]) -> int:
 
 def _caption(results: Results) -> str:
     devices, commit = ", ".join(results["machine"]["devices"]), (results["commit"] or "unknown")[:7]
-    date, repeats = results["date"][:10], results["recipe"]["repeats"]
-    return f"**{results['recipe']['description']}**: {devices}, {date}, commit {commit}, {repeats} repeats"
+    ran = sorted({cell["repeats"] for cell in _cells(results)})
+    repeats = " to ".join(str(number) for number in dict.fromkeys((ran[0], ran[-1])))
+    what = f"**{results['recipe']['description']}**: {devices}, {results['date'][:10]}, commit {commit}"
+    return f"{what}, {repeats} {'repeat' if ran[-1] == 1 else 'repeats'}"
 
 
 def _rows(results: Results) -> list[Row]:
