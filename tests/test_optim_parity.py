@@ -27,7 +27,6 @@ from somaspeed_patch.testing_adamw import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
-MIXES = {"fp32": [FP32], "bf16": [BF16], "mixed": [FP32, BF16]}
 
 
 def copies(params: list[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
@@ -61,9 +60,14 @@ def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("groups", "maximize"), [(one_group, False), (two_groups, True)], ids=["one_group", "two_groups_maximize"]
+    ("dtypes", "groups", "maximize"),
+    [
+        pytest.param([FP32], one_group, False, id="fp32"),
+        pytest.param([FP32], two_groups, True, id="fp32, two groups, maximize"),
+        pytest.param([BF16], two_groups, False, id="bf16, two groups"),
+        pytest.param([FP32, BF16], two_groups, True, id="mixed, two groups, maximize"),
+    ],
 )
-@pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
 def test_twenty_steps_are_as_good_as_torchs(dtypes: list[torch.dtype], groups: Any, maximize: bool) -> None:
     params = parameters(dtypes, DEVICE)
     native, truth = natives(params, groups, maximize=maximize)
