@@ -66,6 +66,8 @@ class LayoutRun:
     """the host's, behind the common ones"""
     steps: int = STEPS
     features: tuple[tuple[str, Any], ...] = ()
+    adapters: tuple[str, ...] = ()
+    """more of ours"""
     resumes: str | None = None
     """the run whose last checkpoint it goes on from, up to `steps` updates"""
 
@@ -169,7 +171,13 @@ def _train(run: LayoutRun, folder: Path, name: str) -> None:
     help_texts.drop()
     out = folder / name
     adapters = [POLICIES[run.policy].adapter] if run.patched else POLICIES[run.policy].needed
-    targets = ["step_recorder", "layouts", *adapters, *(_TRAINER if run.patched else ("lerobot_train",))]
+    targets = [
+        "step_recorder",
+        "layouts",
+        *run.adapters,
+        *adapters,
+        *(_TRAINER if run.patched else ("lerobot_train",)),
+    ]
     features = {"record_steps": str(out.with_suffix(".steps.jsonl")), **dict(run.features)}
     if not run.patched and POLICIES[run.policy].needed:
         features |= {"frozen_prefix": False, "frozen_vision": False}

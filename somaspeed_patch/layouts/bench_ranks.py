@@ -38,9 +38,8 @@ from somaspeed_patch.ab import (
 from somaspeed_patch.ab.synthetic_measure import TARGETS
 from somaspeed_patch.ab.synthetic_recipe import Synthetic
 from somaspeed_patch.ab.synthetic_subject import Subject
-from somaspeed_patch.layouts import families, mesh, tensor_parallel
+from somaspeed_patch.layouts import families, launch
 from somaspeed_patch.layouts.layout import Layout, parse
-from somaspeed_patch.layouts.shard import shard
 
 log = logging.getLogger(__name__)
 
@@ -131,13 +130,10 @@ def _measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 def _spread(subject: Subject, recipe: Synthetic, layout: Layout, device: torch.device) -> str:
     """Put the policy on the ranks, in place; what became of it."""
-    policy, family = subject.policy, families.of(subject.policy)
+    family = families.of(subject.policy)
     if family is None:
         raise ValueError(f"bench_ranks: the recipe's {recipe.model} is of no known family")
-    axes = mesh.build(layout, device.type)
-    mesh.attach(policy, axes)
-    split = tensor_parallel.apply(policy, family, axes["tp"]) if layout.tp > 1 else ""
-    return "; ".join(filter(None, (str(shard(policy, family, layout, axes)), split)))
+    return launch.spread(subject.policy, family, layout, device)
 
 
 def _warm(subject: Subject, data: dict[str, Tensor]) -> list[dict[str, Any]]:

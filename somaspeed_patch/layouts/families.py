@@ -31,6 +31,8 @@ class Family:
     """inside a unit, but the host calls them before or after it: units of their own"""
     stacks: tuple[tuple[str, ...], ...] = ()
     """blocks that a pipeline cuts, in the order of their calls; those side by side go at the same index"""
+    classes: tuple[str, ...] = ()
+    """names of its blocks' classes, as hosts ask for them"""
     entries: tuple[str, ...] = ("forward", "predict_action_chunk")
     """methods that hosts call on the model, besides `__call__`"""
 
@@ -52,6 +54,7 @@ FAMILIES = (
                 "paligemma_with_expert.gemma_expert.model.layers.*",
             ),
         ),
+        classes=("SiglipEncoderLayer", "_PiGemmaDecoderLayerBase"),
     ),
     Family(
         name="molmoact2",
@@ -65,6 +68,7 @@ FAMILIES = (
         ),
         called_alone=("action_expert.blocks.*.cross_attn.k_norm",),
         stacks=(("transformer.blocks.*", "action_expert.blocks.*"),),
+        classes=("MolmoAct2DecoderLayer", "ActionExpertBlock"),
     ),
     Family(
         name="groot",
@@ -81,6 +85,7 @@ FAMILIES = (
             ("action_head.vl_self_attention.transformer_blocks.*",),
             ("action_head.model.transformer_blocks.*",),
         ),
+        classes=("Qwen3VLTextDecoderLayer", "BasicTransformerBlock"),
         entries=("forward", "predict_action_chunk", "get_action"),
     ),
 )

@@ -11,10 +11,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from somaspeed_patch import features, sites
 from somaspeed_patch.layouts import families, mesh, pipeline, tensor_parallel, unused
+from somaspeed_patch.layouts.families import Family
 from somaspeed_patch.layouts.layout import Layout, parse
 from somaspeed_patch.layouts.shard import shard
 
@@ -66,7 +69,7 @@ def _plugin(layout: Layout, kwargs: Mapping[str, Any]) -> Any:
     """What accelerate takes to switch its FSDP2 on; the mesh stays ours, for it has no pp."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    _count_a_cpu_as_a_device(kwargs)
+    count_a_cpu_as_a_device(kwargs)
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=layout.reshard != "never",
@@ -74,7 +77,7 @@ def _plugin(layout: Layout, kwargs: Mapping[str, Any]) -> Any:
     )
 
 
-def _count_a_cpu_as_a_device(kwargs: Mapping[str, Any]) -> None:
+def count_a_cpu_as_a_device(kwargs: Mapping[str, Any]) -> None:
     """accelerate has FSDP for accelerators only; on gloo it works as well, and is how it is tested."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs
@@ -115,15 +118,32 @@ def _prepare(wrapped: Any, accelerator: Any, model: nn.Module) -> nn.Module:
             f"layout: {type(model).__name__} is none of the models whose units are known ({known}); "
             "train it without layout, or with accelerate's own FSDP options"
         )
-    model.to(accelerator.device)
-    if axes["pp"].size() > 1:
-        pipeline.cut(model, family, axes)
-    split = tensor_parallel.apply(model, family, axes["tp"]) if axes["tp"].size() > 1 else ""
-    result = shard(model, family, parse(str(features.value("layout"))).on(axes.size()), axes)
+    layout = parse(str(features.value("layout"))).on(axes.size())
     site.ran()
-    site.reason = "; ".join(filter(None, (str(result), split)))
-    mesh.attach(model, axes)
-    unused.watch(model)
+    site.reason = spread(model, family, layout, accelerator.device, axes)
     if accelerator.is_main_process:
         log.info("layout: %s", site.reason)
     return model
+
+
+def spread(
+    model: nn.Module,
+    family: Family,
+    layout: Layout,
+    device: torch.device,
+    axes: DeviceMesh | None = None,
+) -> str:
+    """Put a model on its ranks, in place; what became of it. Collective.
+
+    Args:
+        axes: the layout's mesh, where it exists already.
+    """
+    axes = axes or mesh.build(layout, device.type)
+    model.to(device)
+    if axes["pp"].size() > 1:
+        pipeline.cut(model, family, axes)
+    split = tensor_parallel.apply(model, family, axes["tp"]) if axes["tp"].size() > 1 else ""
+    result = shard(model, family, layout, axes)
+    mesh.attach(model, axes)
+    unused.watch(model)
+    return "; ".join(filter(None, (str(result), split)))
