@@ -1,7 +1,7 @@
 """LeRobot's own `--parallelism` flags (0.6.2) over our units.
 
 Its FSDP2 needs the class names of a policy's units, which only two policies declare; others refuse to start.
-Ours are declared for them, and where accelerate would wrap those classes our units are made: it would find but
+Ours are declared for them, and where accelerate would wrap those classes our units are made: it finds but
 one of pi0.5's two kinds of layer, for both have one name. Engine, mesh, data and checkpoints stay LeRobot's.
 """
 
