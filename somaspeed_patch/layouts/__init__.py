@@ -14,6 +14,7 @@
     tensor_parallel.py  tp: parallelize_module by the plans of tp_plans.py, with what tp_ops.py adds
     hf_trainer.py       the same under transformers.Trainer; hf_checkpoints, zero_config, zero_checkpoint
     pi05_layers.py  pi0.5 on its native path: one function reads two layers
+    thawed.py     parameters that were frozen at the start and train now
     unused.py     trainable parameters that never get a gradient, by name
     evaluation.py the main process evaluates alone, with whole weights
 

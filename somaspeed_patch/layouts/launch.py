@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from somaspeed_patch import features, sites
-from somaspeed_patch.layouts import families, mesh, pipeline, tensor_parallel, unused
+from somaspeed_patch.layouts import families, mesh, pipeline, tensor_parallel, thawed, unused
 from somaspeed_patch.layouts.families import Family
 from somaspeed_patch.layouts.layout import Layout, parse
 from somaspeed_patch.layouts.shard import shard
@@ -146,4 +146,5 @@ def spread(
     result = shard(model, family, layout, axes)
     mesh.attach(model, axes)
     unused.watch(model)
+    thawed.refuse(model, layout)
     return "; ".join(filter(None, (str(result), split)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import finalize, ref
 
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -19,11 +20,14 @@ _SHOWN = 6
 def watch(model: nn.Module) -> None:
     """Before the next update, say which of the model's trainable parameters have no gradient."""
 
-    def look(*_: Any) -> None:
-        handle.remove()
-        _say(model)
+    waiting = [ref(model)]
 
-    handle = register_optimizer_step_pre_hook(look)
+    def look(*_: Any) -> None:
+        alive = waiting.pop()() if waiting else None
+        if alive is not None:
+            _say(alive)
+
+    finalize(model, register_optimizer_step_pre_hook(look).remove)  # torch forbids it while its hooks run
     sites.site(SITE).status = sites.PATCHED
 
 
