@@ -3,6 +3,8 @@
 Two gloo ranks and a small model against one process. As a script it serves the ranks.
 """
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from somaspeed_patch import testing_distributed as ranks
-from somaspeed_patch.layouts import launch
+from somaspeed_patch.layouts import launch, units
 from somaspeed_patch.layouts.families import Family
 from somaspeed_patch.layouts.layout import parse
+from somaspeed_patch.optim import FusedAdamW
 from somaspeed_patch.testing_distributed import Net
 
 FAMILY = Family(name="net", needs=(), units=("embed", "mid"))
@@ -68,7 +71,22 @@ def looked_at_first() -> dict[str, Tensor]:
     return train(net, False, torch.distributed.get_rank(), 2)
 
 
+def versions(kind: type[torch.optim.Optimizer]) -> list[bool]:
+    """Whether the versions of the shards change: by a forward, by an update."""
+    net = spread(Net(), "dp_shard=2")
+    optimizer, seen = kind(net.parameters(), lr=0.02), [units.shard_versions(net)]
+    with torch.no_grad():
+        net(torch.ones(3, 6))
+    seen.append(units.shard_versions(net))
+    ranks.backward(net, 0, torch.distributed.get_rank(), 2)
+    optimizer.step()
+    seen.append(units.shard_versions(net))
+    return [before != after for before, after in pairwise(seen)]
+
+
 SCENARIOS = {
+    "versions, AdamW": partial(versions, torch.optim.AdamW),
+    "versions, FusedAdamW": partial(versions, FusedAdamW),
     "plain": lambda: trained(Net(), "dp_shard=2"),
     "looked at first": looked_at_first,
     "thawed shards": lambda: trained(Net(), "dp_shard=2,frozen=sharded", thaws=True),
@@ -106,6 +124,11 @@ def test_the_weights_are_those_of_one_process(
         assert weights.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.allclose(weights[key], value, rtol=1e-5, atol=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["versions, AdamW", "versions, FusedAdamW"])
+def test_shards_tell_an_update_from_a_forward(found: dict[str, list[Any]], name: str) -> None:
+    assert found[name] == [[False, True], [False, True]]
 
 
 @pytest.mark.parametrize("name", ["thawed", "thawed gathered"])

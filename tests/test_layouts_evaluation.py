@@ -1,12 +1,20 @@
 """The main process evaluates alone between two updates of a sharded policy. As a script: serves the ranks."""
 
+import importlib
 import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from somaspeed_patch import testing_distributed as ranks
+
+ACTING = {  # what make_policy is told
+    "pi05": {"train_expert_only": True},
+    "molmoact2": {"train_action_expert_only": True, "action_mode": "continuous"},
+    "groot": {},
+}
 
 
 def as_launched() -> None:
@@ -71,6 +79,25 @@ def sharded():
     return {"losses": losses, "actions": acted, "held": held}
 
 
+def acting(family: str, layout: str | None):
+    """Actions of a policy before and after an update, and the update's loss; all ranks act."""
+    import somaspeed_patch
+    from somaspeed_patch.layouts import families, launch
+    from somaspeed_patch.layouts.layout import parse
+
+    made = importlib.import_module(f"somaspeed_patch.testing_{family}")
+    policy = made.make_policy(**ACTING[family])
+    batch = made.make_batch(policy)
+    if layout is not None:
+        launch.spread(policy, families.of(policy), parse(layout), torch.device("cpu"))
+    # No Adam: it makes steps of the rounding of gradients that are zero by construction.
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
+    with somaspeed_patch.patched(family):  # LeRobot's MolmoAct2 acts by modulations of before the update
+        first = actions(None, policy, batch)
+        loss = update(policy, optimizer, batch)
+        return {"actions": torch.cat([first, actions(None, policy, batch)]), "loss": loss}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     return ranks.run_ranks(__file__, tmp_path_factory.mktemp("evaluation"))
@@ -91,5 +118,15 @@ def test_every_rank_holds_its_shards_again(found):
     assert abs(first - second) < 0.1 * first  # halves, up to what 2 does not divide
 
 
+@pytest.mark.parametrize("family", ACTING)
+def test_a_policy_in_shards_acts_on_every_rank(found, family):
+    (expected,) = found[f"{family} alone"]
+    for rank in found[f"{family} in shards"]:
+        assert torch.allclose(rank["actions"], expected["actions"], atol=1e-5)
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
 if __name__ == "__main__":
-    ranks.serve({1: {"alone": alone}, 2: {"sharded": sharded}})
+    one = {f"{family} alone": partial(acting, family, None) for family in ACTING}
+    two = {f"{family} in shards": partial(acting, family, "dp_shard=2,frozen=sharded") for family in ACTING}
+    ranks.serve({1: {"alone": alone, **one}, 2: {"sharded": sharded, **two}})

@@ -7,6 +7,7 @@
     shard.py      torch's fully_shard over a family's units
     launch.py     what accelerate is told, and what it calls instead of its own wrapping
     lerobot_flags.py  LeRobot's own --parallelism flags (0.6.2) over our units
+    gathering.py  all weights at once, for what acts on an observation
     states.py     the host's checkpoint format out of sharded state, and back into it
     pipeline.py   pp: which blocks a rank keeps (partition, pipeline_refusals), and what of a step it changes
                   (pipeline_step: the loss that counts, gradients and norm over all stages)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from somaspeed_patch.layouts import mesh
+from somaspeed_patch.layouts import gathering, mesh
 
 GO_ON, GATHER, SHARD = range(3)
 
@@ -56,12 +56,12 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             "checkpoint"
         )
     _tell(device, GATHER)
-    kept = _gather(model)
+    kept = gathering.gather(model)
     try:
         yield
     finally:
         _tell(device, SHARD)
-        _shard(kept)
+        gathering.shard(kept)
 
 
 def _sharded(accelerator: Any) -> Any:
@@ -71,12 +71,12 @@ def _sharded(accelerator: Any) -> Any:
 
 
 def _listen(device: torch.device, model: nn.Module) -> None:
-    kept: list[tuple[Any, Any]] = []
+    kept: gathering.Kept = []
     while (command := _tell(device, GO_ON)) != GO_ON:
         if command == GATHER:
-            kept = _gather(model)
+            kept = gathering.gather(model)
         else:
-            _shard(kept)
+            gathering.shard(kept)
 
 
 def _tell(device: torch.device, command: int) -> int:
@@ -84,25 +84,3 @@ def _tell(device: torch.device, command: int) -> int:
     message = torch.tensor(command, device=device)
     dist.broadcast(message, src=0)
     return int(message)
-
-
-def _gather(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Gather every unit and keep it so; what has to be put back later. Collective."""
-    kept = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module
-            group = state._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                kept.append((state, group.post_forward_mesh_info))
-                state.set_reshard_after_forward(False, recurse=False)
-                state.unshard()
-    return kept
-
-
-def _shard(kept: list[tuple[Any, Any]]) -> None:
-    """Free what `_gather` gathered, and free it after each forward again where it was."""
-    for module, after_forward in kept:
-        module._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info = after_forward
-        if after_forward is not None or any(p.requires_grad for p in module.parameters()):
-            module.reshard()

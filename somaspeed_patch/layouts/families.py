@@ -33,8 +33,8 @@ class Family:
     """blocks that a pipeline cuts, in the order of their calls; those side by side go at the same index"""
     classes: tuple[str, ...] = ()
     """names of its blocks' classes, as hosts ask for them"""
-    entries: tuple[str, ...] = ("forward", "predict_action_chunk")
-    """methods that hosts call on the model, besides `__call__`"""
+    acts: tuple[str, ...] = ("predict_action_chunk",)
+    """methods by which hosts have the model act on an observation"""
 
 
 FAMILIES = (
@@ -86,7 +86,7 @@ FAMILIES = (
             ("action_head.model.transformer_blocks.*",),
         ),
         classes=("Qwen3VLTextDecoderLayer", "BasicTransformerBlock"),
-        entries=("forward", "predict_action_chunk", "get_action"),
+        acts=("predict_action_chunk", "get_action"),
     ),
 )
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from somaspeed_patch.layouts import families, mesh, units
+from somaspeed_patch.layouts import families, gathering, mesh, units
 from somaspeed_patch.layouts.families import Family
 from somaspeed_patch.layouts.layout import Layout
 
@@ -74,9 +74,10 @@ def shard(model: nn.Module, family: Family, layout: Layout, axes: DeviceMesh) ->
     for name, module in families.modules(model, (*family.called_alone, *family.never_run, *family.units)):
         made.add(name, module)
     made.add_root()
-    for name in family.entries:
-        if hasattr(model, name):
-            register_fsdp_forward_method(model, name)
+    register_fsdp_forward_method(model, "forward")
+    for name in family.acts:
+        if hasattr(model, name) and not layout.whole:
+            gathering.around(model, name)
     _unmark(model)
     if layout.frozen == "gathered":
         _keep_gathered(made.units)

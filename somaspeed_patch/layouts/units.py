@@ -85,6 +85,20 @@ def is_sharded(unit: Any) -> bool:
     return isinstance(unit, FSDPModule) and any(isinstance(p, DTensor) for p in cast(Any, unit).parameters())
 
 
+def shard_versions(module: nn.Module) -> list[tuple[int, int]]:
+    """What changes when an optimizer writes to the shards of a module.
+
+    Gathered parameters do not tell: FSDP2 fills them without a trace.
+    """
+    groups = (
+        cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        for unit in module.modules()
+        if isinstance(unit, FSDPModule)
+    )
+    shards = (one.sharded_param for group in groups if group is not None for one in group.fsdp_params)
+    return [(shard._version, shard._local_tensor._version) for shard in shards]
+
+
 def in_shards(model: Any) -> bool:
     """Whether a layout's FSDP2 alone is why its parameters are no plain ones."""
     axes = mesh.of(model)

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from somaspeed_patch import features, sites
 from somaspeed_patch.frozen import versions
+from somaspeed_patch.layouts import units
 
 _cached_for: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # expert: weights its cache was made from
 _captured_for: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # graph manager: weights of its graph
@@ -40,7 +41,7 @@ def replay(wrapped: Any, manager: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _changed(known: WeakKeyDictionary[Any, Any], owner: Any, expert: Any) -> bool:
     """Whether a weight of the expert was replaced or written to since the last time."""
-    before, now = known.get(owner), versions(expert)
+    before, now = known.get(owner), (versions(expert), units.shard_versions(expert))
     known[owner] = now
     if before == now:
         return False
