@@ -11,6 +11,7 @@ from typing import Any
 from somaspeed_patch.registry import Patch, handed
 
 REQUIRES = ["lerobot>=0.6.2.dev0,<0.7", "accelerate>=1.15,<2"]
+OPTIONAL = True  # no LeRobot that is released has these flags
 
 _HOOKS = "somaspeed_patch.layouts.lerobot_flags"
 _POLICIES = {"pi05": "PI05Policy", "molmoact2": "MolmoAct2Policy", "groot": "GrootPolicy"}

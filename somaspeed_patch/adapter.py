@@ -5,6 +5,7 @@ An adapter module holds
     PATCHES    the `Patch`es to apply
     FEATURES   the `Feature`s it reads (optional)
     DEFAULT    False where `patch()` without targets leaves it out (optional)
+    OPTIONAL   True where an unfit host is no news: the report says so, but no warning (optional)
     NEEDED_BY  a feature that nothing else serves: while it is set, an unfit host is an error (optional)
     refresh    called before a report is made, to bring in counts that are kept elsewhere (optional)
     release    called by `unpatch()` to drop what the hooks cached (optional)
@@ -35,6 +36,7 @@ class Adapter:
     patches: tuple[Patch, ...]
     features: tuple[Feature, ...] = ()
     default: bool = True
+    optional: bool = False
     needed_by: str | None = None
     refresh: Callable[[], None] | None = None
     release: Callable[[], None] | None = None
@@ -96,6 +98,7 @@ def _load(name: str) -> Adapter:
         patches=tuple(module.PATCHES),
         features=tuple(getattr(module, "FEATURES", ())),
         default=getattr(module, "DEFAULT", True),
+        optional=getattr(module, "OPTIONAL", False),
         needed_by=getattr(module, "NEEDED_BY", None),
         refresh=getattr(module, "refresh", None),
         release=getattr(module, "release", None),

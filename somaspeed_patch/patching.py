@@ -166,7 +166,7 @@ def _activate(adapter: Adapter, explicit: bool) -> None:
         if _is_needed(adapter):
             raise ValueError(f"{adapter.name}: {why}, so {adapter.needed_by} cannot be had; drop it")
         log.log(
-            logging.INFO if adapter.host_missing() else logging.WARNING,
+            logging.INFO if adapter.optional or adapter.host_missing() else logging.WARNING,
             "%s: %s; left native",
             adapter.name,
             why,

@@ -168,6 +168,14 @@ def test_a_host_that_is_not_installed_is_no_warning(use, caplog):
     assert "no-such-distribution is not installed" in report.sites[0].reason
 
 
+def test_an_unfit_host_of_an_optional_adapter_is_no_warning(use, caplog):
+    use(toy(requires=("pytest<1",), optional=True))
+    with caplog.at_level(logging.WARNING):
+        report = somaspeed_patch.patch()
+    assert caplog.records == []
+    assert report.sites[0].status == "native" and report.sites[0].reason.startswith("needs pytest<1")
+
+
 def test_a_missing_symbol_leaves_the_whole_adapter_native(use, host):
     gone = Patch(module=HOST, name="gone", make=double)
     use(toy(patches=(*toy().patches, gone)))
