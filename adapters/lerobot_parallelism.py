@@ -21,7 +21,7 @@ def _declared(family: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         from somaspeed_patch.layouts import lerobot_flags
 
-        return lerobot_flags.declared(family)(original)
+        return lerobot_flags.declared(family, original)
 
     return make
 

@@ -138,6 +138,33 @@ class Found:
         return next(site for site in report["sites"] if site["site"] == name)
 
 
+def difference(run: Found, alone: Found, updates: int = STEPS, *, state: bool = False) -> str:
+    """Where a run is not as one process on the same samples: 1e-5 of losses and norms, of weights and state.
+
+    Args:
+        state: compare the optimizer's too.
+    Returns: words for the first difference; nothing if there is none.
+    """
+    if run.error or not len(run.losses) == len(alone.losses) == updates:
+        return run.error or f"{len(run.losses)} and {len(alone.losses)} updates, expected {updates}"
+    for name, found, expected in (("losses", run.losses, alone.losses), ("norms", run.norms, alone.norms)):
+        if not torch.allclose(found, expected.expand_as(found), rtol=1e-5):
+            return f"{name}: {found}, expected {expected}"
+    return _far(run.weights, alone.weights) or (_far(run.state, alone.state) if state else "")
+
+
+def _far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    if found.keys() != expected.keys():
+        return f"names: {found.keys() ^ expected.keys()}"
+    for name, value in expected.items():
+        mine = found[name]
+        if mine.shape != value.shape or mine.dtype != value.dtype:
+            return f"{name}: {mine.shape} {mine.dtype}, expected {value.shape} {value.dtype}"
+        if value.numel() and not (mine - value).abs().max() <= 1e-5:
+            return f"{name}: off by {(mine - value).abs().max():.3g}"
+    return ""
+
+
 def run_all(script: str, folder: Path, *names: str, device: str = "cpu") -> dict[str, Found]:
     """Run the script's RUNS (or the named ones), one after the other, in one process that imports once.
 

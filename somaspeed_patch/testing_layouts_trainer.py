@@ -12,7 +12,6 @@ ranks and micro-batches share them. The model is LeRobot's tiny GR00T with the i
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -245,7 +244,6 @@ def _found(folder: Path, name: str, ranks: int) -> Any:
 def serve(runs: Mapping[str, TrainerRun]) -> None:
     """In the script of `run_all`."""
     make_model(0.0)  # imports LeRobot's policies, once for all forks
-    gc.freeze()  # the Trainer collects garbage, which takes a second for what was imported
     testing_ranks.serve(runs, _rank, before=_before, limit=LIMIT)
 
 

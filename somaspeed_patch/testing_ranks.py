@@ -77,7 +77,6 @@ def import_once(*modules: str) -> None:
     for module in modules:
         with suppress(ImportError, OSError, RuntimeError):  # torchcodec without FFmpeg: any of these
             importlib.import_module(module)
-    gc.freeze()  # a collection takes 0.3 s for what was imported, and each fork has several
 
 
 def serve(
@@ -93,6 +92,7 @@ def serve(
     """
     folder, names = Path(sys.argv[1]), sys.argv[2:] or list(runs)
     torch.set_num_threads(1)
+    gc.freeze()  # hosts collect garbage, which takes 0.3 to 1 s for what was imported, several times a fork
     for name in names:
         print(f"run {name}", flush=True)
         before(runs[name], folder)

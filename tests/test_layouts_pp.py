@@ -21,7 +21,7 @@ from somaspeed_patch.layouts import pipeline_refusals, stages
 from somaspeed_patch.layouts.partition import split
 from somaspeed_patch.layouts.transfer import Line
 from somaspeed_patch.optim import shards
-from somaspeed_patch.testing_layouts import STEPS, Found, LayoutRun, run_all, serve_runs
+from somaspeed_patch.testing_layouts import STEPS, Found, LayoutRun, difference, run_all, serve_runs
 
 FAMILIES = ("pi05 deep", "molmoact2", "groot")
 LAYOUTS = {"pp 2": (2, "pp=2"), "pp 2 fsdp 2": (4, "pp=2,dp_shard=2")}
@@ -93,42 +93,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return run_all(__file__, tmp_path_factory.mktemp("layouts"))
 
 
-def assert_same(run: Found, alone: Found, steps: int = STEPS) -> None:
-    assert not run.error
-    assert len(run.losses) == len(alone.losses) == steps
-    assert torch.allclose(run.losses, alone.losses, rtol=1e-5)
-    assert torch.allclose(run.norms, alone.norms.expand_as(run.norms), rtol=1e-5)
-    assert_near(run.state, alone.state)
-    assert_near(run.weights, alone.weights)
-
-
-def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert (found[name] - value).abs().max() <= 1e-5, name
-
-
 @pytest.mark.parametrize("name", ["pi05 deep pp 2", *(f"{policy} pp 2 fsdp 2" for policy in FAMILIES)])
 def test_ten_updates_are_those_of_one_process(runs: dict[str, Found], name: str) -> None:
-    assert_same(runs[name], runs[f"{name.split(' pp')[0]} alone"])
+    assert not difference(runs[name], runs[f"{name.split(' pp')[0]} alone"], state=True)
 
 
 def test_cuts_inside_stacks_change_nothing(runs: dict[str, Found]) -> None:
     run = runs["groot pp 4"]
-    assert_same(run, runs["groot alone"])
+    assert not difference(run, runs["groot alone"], state=True)
     counts = run.site("layouts/pipeline")["reason"].split("blocks a stage: ")[1]
     assert any(line.count(" 0") < 3 for line in counts.split("; "))
 
 
 def test_a_backbone_that_trains_goes_through_the_hosts_own_forward(runs: dict[str, Found]) -> None:
     run = runs["native pp 2"]
-    assert_same(run, runs["native alone"], steps=4)
+    assert not difference(run, runs["native alone"], updates=4, state=True)
     assert run.site("pi05/frozen_prefix")["native_calls"] == 4
 
 
 def test_checkpoints_go_on_with_and_without_a_pipeline(runs: dict[str, Found]) -> None:
-    assert_same(runs["one by pp"], runs["pp by one"], steps=MORE - STEPS)
+    assert not difference(runs["one by pp"], runs["pp by one"], updates=MORE - STEPS, state=True)
 
 
 _PI05 = (".language_model.layers.1.", ".gemma_expert.model.layers.1.")

@@ -12,13 +12,13 @@ from unittest.mock import patch as replaced
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from somaspeed_patch.layouts import families, pi05_layers, tensor_parallel, tp_ops
 from somaspeed_patch.layouts.families import Family
-from somaspeed_patch.testing_layouts import POLICIES, STEPS, Found, LayoutRun, run_all, serve_runs
+from somaspeed_patch.testing_layouts import POLICIES, STEPS, Found, LayoutRun, difference, run_all, serve_runs
 
 BOTH = "tp=2,dp_shard=2"
 MORE = STEPS + 3
@@ -65,22 +65,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return run_all(__file__, tmp_path_factory.mktemp("tp"))
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].shape == value.shape and found[name].dtype == value.dtype
-        assert (found[name] - value).abs().max() <= 1e-5, name
-
-
 @pytest.mark.parametrize("name", SPLIT)
 def test_updates_are_those_of_one_process(runs: dict[str, Found], name: str) -> None:
-    run, alone = runs[name], runs[SPLIT[name]]
-    assert not run.error
-    assert len(run.losses) == len(alone.losses) == (MORE - STEPS if "from" in name else STEPS)
-    assert torch.allclose(run.losses, alone.losses, rtol=1e-5)
-    assert torch.allclose(run.norms, alone.norms.expand_as(run.norms), rtol=1e-5)
-    assert_close(run.weights, alone.weights)
-    assert_close(run.state, alone.state)
+    updates = MORE - STEPS if "from" in name else STEPS
+    assert not difference(runs[name], runs[SPLIT[name]], updates, state=True)
 
 
 @pytest.mark.parametrize("name", ["pi05 tp", "groot tp"])

@@ -49,7 +49,7 @@ def measure(
                 subject.update(data)
             warm = time.perf_counter() - begun
             updates = [subject.update(data) for _ in range(steps)]
-            found: dict[str, Any] = {"sites": ran_since(before), "peak_gib": _peak(subject.device)}
+            found: dict[str, Any] = {"sites": ran_since(before), "peak_gib": peak(subject.device)}
             if profiled:
                 step = statistics.median(update["total"] for update in updates)
                 found["profile"] = synthetic_profile.largest(subject, data, step)
@@ -88,6 +88,6 @@ def _clean(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _peak(device: torch.device) -> float | None:
+def peak(device: torch.device) -> float | None:
     """GiB; None on a CPU, where the process holds all arms."""
     return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None

@@ -5,8 +5,7 @@ r"""What a layout costs and gains at full size: the same step with and without i
 
 Each rank holds two models of the recipe's `synthetic` section, one of them through the layout, both patched
 and compiled. They take turns on the same batches, A B B A: "without" is this rank alone, talking to nobody,
-"with" all ranks together; the slowest counts. On one rank units are gathered and freed and gradients reduced
-as on many; what remains of the difference is hooks and copies.
+"with" all ranks together; the slowest counts.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "layout": str(layout),
         "what": what,
         "samples_per_second": {name: ratios.spread(found) for name, found in speeds.items()},
-        "peak_gib": _peak_gib(device),
+        "peak_gib": synthetic_measure.peak(device),  # of this rank, with two models of both
         "ratio": compared,
         "sites": ran,
         "profiles": profiles,
@@ -166,11 +165,6 @@ def _slowest(seconds: float) -> float:
     value = torch.tensor(seconds, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
-
-
-def _peak_gib(device: torch.device) -> float | None:
-    """Of this rank, both models together where there are two; None on the CPU."""
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
 
 
 def _order(names: list[str], repeats: int) -> Iterator[str]:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from somaspeed_patch.layouts import units
 
 Kept = list[tuple[Any, Any]]
 """Units that were gathered, and what their groups did after a forward before."""
@@ -21,17 +22,12 @@ Kept = list[tuple[Any, Any]]
 def gather(model: nn.Module) -> Kept:
     """Gather every unit that is not, and keep it so; for `shard`. Collective."""
     kept = []
-    for unit in _units(model):
-        group = unit._get_fsdp_state()._fsdp_param_group
-        if group is not None and not group.is_unsharded:
+    for unit, group in units.groups(model):
+        if not group.is_unsharded:
             kept.append((unit, group.post_forward_mesh_info))
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
     return kept
-
-
-def _units(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def shard(kept: Kept) -> None:
@@ -59,8 +55,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 def _order(model: nn.Module) -> list[Any]:
     """FSDP2's list of the groups in the order of their forwards, by which a backward gathers ahead."""
-    groups = (unit._get_fsdp_state()._fsdp_param_group for unit in _units(model))
-    return next((group.comm_ctx.post_forward_order for group in groups if group is not None), [])
+    return next((group.comm_ctx.post_forward_order for _, group in units.groups(model)), [])
 
 
 def _forget(order: list[Any], begun: int) -> None:

@@ -8,7 +8,7 @@ one of pi0.5's two kinds of layer, for both have one name. Engine, mesh, data an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -24,14 +24,10 @@ log = logging.getLogger(__name__)
 SITE = "lerobot_parallelism/units"
 
 
-def declared(family: str) -> Callable[[Any], list[str]]:
-    """A `make` for a policy's `_fsdp_wrap_modules`, which stays LeRobot's where that declares some."""
-
-    def make(original: Any) -> list[str]:
-        known = next(known for known in families.FAMILIES if known.name == family)
-        return original or list(known.classes)
-
-    return make
+def declared(family: str, original: list[str] | None) -> list[str]:
+    """A policy's `_fsdp_wrap_modules`: LeRobot's where it declares some."""
+    known = next(known for known in families.FAMILIES if known.name == family)
+    return original or list(known.classes)
 
 
 def accelerator(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

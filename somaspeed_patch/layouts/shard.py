@@ -95,8 +95,8 @@ def shard(model: nn.Module, family: Family, layout: Layout, axes: DeviceMesh) ->
 def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter]:
     """What FSDP2 leaves alone: all, where there is one shard, for it would copy weights and gradients.
 
-    Those copies, to and fro in every step, were 4 % (GR00T) to 7 % (pi0.5) of the time on one H200. With tp
-    all parameters have to be DTensors, for torch's AdamW takes no mixture.
+    On one rank it cost 4 % (GR00T) and 7 % (pi0.5) of the time on one H200. With tp all parameters have to be
+    DTensors, for torch's AdamW takes no mixture.
     """
     if layout.whole:
         return set(model.parameters())

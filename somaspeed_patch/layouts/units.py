@@ -10,7 +10,7 @@ inside FSDP2's hooks: the weights are there for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
@@ -85,17 +85,21 @@ def is_sharded(unit: Any) -> bool:
     return isinstance(unit, FSDPModule) and any(isinstance(p, DTensor) for p in cast(Any, unit).parameters())
 
 
+def groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """FSDP2's units that hold parameters, each with its group of them."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield unit, group
+
+
 def shard_versions(module: nn.Module) -> list[tuple[int, int]]:
     """What changes when an optimizer writes to the shards of a module.
 
     Gathered parameters do not tell: FSDP2 fills them without a trace.
     """
-    groups = (
-        cast(Any, unit)._get_fsdp_state()._fsdp_param_group
-        for unit in module.modules()
-        if isinstance(unit, FSDPModule)
-    )
-    shards = (one.sharded_param for group in groups if group is not None for one in group.fsdp_params)
+    shards = (one.sharded_param for _, group in groups(module) for one in group.fsdp_params)
     return [(shard._version, shard._local_tensor._version) for shard in shards]
 
 
