@@ -56,7 +56,9 @@ def run_script(script: str, folder: Path, *names: str, timeout: float, device: s
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0",
         _DEVICE: device,
     }  # fmt: skip
-    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"NVIDIA_TF32_OVERRIDE": "0"}
+    # Imports look for a GPU; torch's plain way to look cannot be repeated in a fork, NVML's can.
+    gpu = {"NVIDIA_TF32_OVERRIDE": "0", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else gpu
     log = folder / "log"
     with log.open("w") as stream:
         done = subprocess.run(
