@@ -44,7 +44,7 @@ def test_the_caption_counts_repeats_that_were_finished():
 
 def test_this_repositorys_readme_is_made_of_its_results():
     root = Path(__file__).parents[1]
-    files = [root / f"docs/results/2026-11-30-h200/{model}.json" for model in ("pi05", "molmoact2")]
+    files = [root / f"docs/results/2026-11-30-h200/{model}.json" for model in ("pi05", "molmoact2", "groot")]
     made_of, readme = summary.summary([versus.read(file) for file in files]), (root / "README.md").read_text()
     assert summary.replaced(readme, made_of) == readme
 

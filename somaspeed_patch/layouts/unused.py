@@ -7,7 +7,7 @@ from typing import Any
 from weakref import finalize, ref
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from somaspeed_patch import sites
 
@@ -18,17 +18,24 @@ _SHOWN = 6
 
 
 def watch(model: nn.Module) -> None:
-    """Before the next update, say which of the model's trainable parameters have no gradient."""
+    """Before the model's next update, say which of its trainable parameters have no gradient."""
 
     waiting = [ref(model)]
 
-    def look(*_: Any) -> None:
-        alive = waiting.pop()() if waiting else None
-        if alive is not None:
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        alive = waiting[0]() if waiting else None
+        if alive is not None and _updates(optimizer, alive):
+            waiting.clear()
             _say(alive)
 
     finalize(model, register_optimizer_step_pre_hook(look).remove)  # torch forbids it while its hooks run
     sites.site(SITE).status = sites.PATCHED
+
+
+def _updates(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer is this model's: torch's hook is called for those of others, too."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in held for p in model.parameters())
 
 
 def _say(model: nn.Module) -> None:
