@@ -103,24 +103,37 @@ def split_forward(
     mix = time[:, None, None]
     noisy = mix * noise + (1 - mix) * actions
     with torch.no_grad():
-        context = _prefix(model, images, img_masks, tokens, masks)
-    hidden, _, _, cond = model.embed_suffix(noisy, time)
-    hidden = _expert(model, hidden, cond, context)
-    hidden = hidden[:, -model.config.chunk_size :].float()
-    velocity = model._apply_checkpoint(model.action_out_proj, hidden)
-    return F.mse_loss(noise - actions, velocity, reduction="none")
+        context = encode(model, images, img_masks, tokens, masks)
+    return F.mse_loss(noise - actions, velocity(model, noisy, time, context), reduction="none")
 
 
-def _prefix(
-    model: Any, images: list[Tensor], img_masks: list[Tensor], tokens: Tensor, masks: Tensor
+def encode(
+    model: Any,
+    images: list[Tensor],
+    img_masks: list[Tensor],
+    tokens: Tensor,
+    masks: Tensor,
+    *,
+    need_hidden: bool = False,
 ) -> prefix.Prefix:
+    """The frozen side of a step; arguments as of `split_forward`, `need_hidden` as of `prefix.run`."""
     trunk = _trunk(model, tokens.device)
     layout = prefix.plan(img_masks, masks, _image_tokens(trunk), bool(features.value("compact_tokens")))
     _count_compaction(layout)
     embeddings = _embed(trunk, images, tokens, layout, _compiling(model))
     if _is_bf16(trunk):
         embeddings = embeddings.to(torch.bfloat16)
-    return prefix.run(trunk, embeddings, layout, _layer_fn(model, prefix.prefix_layer), _attention())
+    layer_fn = _layer_fn(model, prefix.prefix_layer)
+    return prefix.run(trunk, embeddings, layout, layer_fn, _attention(), need_hidden=need_hidden)
+
+
+def velocity(model: Any, noisy: Tensor, time: Tensor, context: prefix.Prefix) -> Tensor:
+    """The expert's prediction of noise - action: [B, S, A] fp32 for noisy actions [B, S, A] and time [B]."""
+    hidden, _, _, cond = model.embed_suffix(noisy, time)
+    hidden = _expert(model, hidden, cond, context)
+    hidden = hidden[:, -model.config.chunk_size :].float()
+    found: Tensor = model._apply_checkpoint(model.action_out_proj, hidden)
+    return found
 
 
 def _expert(model: Any, hidden: Tensor, cond: Tensor, context: prefix.Prefix) -> Tensor:

@@ -47,6 +47,8 @@ class Prefix:
     mask: Tensor | None
     offset: Tensor
     """[B, 1] int64, position of the first action token."""
+    hidden: Tensor | None = None
+    """[B, N, W] after the final norm, where it was asked for."""
 
 
 def plan(img_masks: list[Tensor], masks: Tensor, image_tokens: int, compact: bool) -> Layout:
@@ -139,13 +141,16 @@ def run(
     layout: Layout,
     layer_fn: Callable[..., Any] | None = None,
     attention: str | None = None,
+    *,
+    need_hidden: bool = False,
 ) -> Prefix:
-    """All layers over the kept tokens; the last one stops at K and V, which is all that anybody reads of it.
+    """All layers over the kept tokens; the last one stops at K and V, which is all that training reads of it.
 
     Args:
         embeddings: [B, N, W] in the layers' dtype.
         layer_fn: `prefix_layer` or a compiled version of it.
         attention: `impl` of `split_attention`.
+        need_hidden: compute the last layer and the final norm, too.
     """
     language_model = trunk.language_model
     positions = _positions(layout, embeddings)
@@ -160,14 +165,21 @@ def run(
         key = value = None
         if stages.elsewhere(layer):
             pass
-        elif layer is language_model.layers[-1]:
+        elif layer is language_model.layers[-1] and not need_hidden:
             key, value = units.call(layer, _keys_values, hidden, cos, sin)[1:]
         else:
             rest = (cos, sin, layout.length, layout.mask, attention)
             hidden, key, value = units.call(layer, step, hidden, *rest)
         keys.append(key)
         values.append(value)
-    return Prefix(keys=keys, values=values, length=layout.length, mask=layout.mask, offset=_offset(layout))
+    return Prefix(
+        keys=keys,
+        values=values,
+        length=layout.length,
+        mask=layout.mask,
+        offset=_offset(layout),
+        hidden=language_model.norm(hidden)[0] if need_hidden else None,
+    )
 
 
 def _positions(layout: Layout, embeddings: Tensor) -> Tensor:

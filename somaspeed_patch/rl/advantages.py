@@ -83,5 +83,5 @@ def trajectory_weights(trajectory: Tensor) -> Tensor:
         trajectory: [N] int64, which trajectory each transition belongs to.
     """
     _, inverse, sizes = torch.unique(trajectory, return_inverse=True, return_counts=True)
-    mean_size = len(trajectory) / len(sizes)
-    return mean_size * sizes[inverse].to(torch.float32).reciprocal()
+    shares: Tensor = sizes[inverse].to(torch.float32).reciprocal()
+    return shares * (len(trajectory) / len(sizes))

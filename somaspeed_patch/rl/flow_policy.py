@@ -1,0 +1,144 @@
+"""A flow-matching policy in two parts: what is frozen and runs once an observation, and what learns.
+
+`PI05Flow`, `MolmoAct2Flow` and `GrootFlow` adapt LeRobot's policies; they compute through the adapters of the
+same names, which have to be patched in. All speak noise time: s is 1 at noise and 0 at the action, and a
+velocity points towards noise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from somaspeed_patch import features
+from somaspeed_patch.rl import flow_sde
+from somaspeed_patch.rl.digest import Watch, digest
+from somaspeed_patch.rl.features import Features, Tag
+from somaspeed_patch.rl.flow_sde import Flow, Sample
+
+
+class FlowPolicy(ABC):
+    """What the rollout and the learner need of a policy; both compute through the same functions.
+
+    Not thread-safe. The policy stays in evaluation mode: dropout would make a replay's ratio noise.
+    """
+
+    name: ClassVar[str]
+    needs_patch: ClassVar[bool] = True
+    """whether it computes through an adapter"""
+
+    def __init__(self, policy: nn.Module, *, autocast: torch.dtype | None = None) -> None:
+        """Take a policy whose backbone is frozen.
+
+        Args:
+            policy: LeRobot's.
+            autocast: compute under autocast to this dtype, as the policy was trained; None: without.
+        Raises: ValueError: the adapter is not patched in, the backbone trains or is not as we know it.
+        """
+        self.policy = policy
+        self._autocast = autocast
+        policy.eval()
+        if self.needs_patch and features.value("frozen_prefix") is None:
+            raise ValueError(f"rl: patch first: somaspeed_patch.patch({self.name!r})")
+        if (why := self._refusal()) is not None:
+            raise ValueError(f"rl: {type(policy).__name__} cannot be trained from cached features: {why}")
+        self._digest = digest(self._frozen())
+        self._watch = Watch(self._frozen())
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """H and A of the latent action chunk."""
+
+    @property
+    @abstractmethod
+    def action_dim(self) -> int:
+        """D, what the environment executes of A."""
+
+    @property
+    @abstractmethod
+    def value_width(self) -> int:
+        """W of what `pooled` gives."""
+
+    @abstractmethod
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that a velocity depends on and that train, by the policy's names."""
+
+    @abstractmethod
+    def _encode(self, batch: Mapping[str, Any]) -> Features: ...
+
+    @abstractmethod
+    def _velocity(self, encoded: Features, x: Tensor, s: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _refusal(self) -> str | None: ...
+
+    @abstractmethod
+    def _layout(self) -> str:
+        """What decides how features look, for the tag."""
+
+    def pooled(self, encoded: Features) -> Tensor:
+        """[B, W] fp32, what the value head reads; a constant of the observation."""
+        return encoded.fixed["pooled"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy computes."""
+        return next(self.policy.parameters()).device
+
+    @property
+    def tag(self) -> Tag:
+        """What features that are encoded now hold for.
+
+        Raises: ValueError: a weight of the backbone trains by now.
+        """
+        if self._watch.changed() is not None:
+            if (why := self._refusal()) is not None:
+                raise ValueError(f"rl: features can no longer be cached: {why}")
+            self._digest, self._watch = digest(self._frozen()), Watch(self._frozen())
+        return Tag(model=f"{self.name} {self._layout()}", backbone=self._digest)
+
+    def encode(self, batch: Mapping[str, Any]) -> Features:
+        """Run the frozen part.
+
+        Args:
+            batch: as the policy's preprocessor leaves it, on the policy's device.
+        """
+        with torch.no_grad(), self._context():
+            return self._encode(batch)
+
+    def velocity(self, encoded: Features, x: Tensor, s: Tensor) -> Tensor:
+        """[B, H, A] fp32, towards noise; differentiable in `trainable`.
+
+        Args:
+            encoded: of B samples, on the policy's device.
+            x: [B, H, A] fp32.
+            s: [B] fp32, noise time.
+        """
+        with self._context():
+            return self._velocity(encoded, x, s).float()
+
+    def sample(
+        self, encoded: Features, flow: Flow, k: Tensor, generator: torch.Generator | None = None
+    ) -> Sample:
+        """Sample a chunk for each observation; arguments as of `flow_sde.sample`."""
+        count = len(encoded.length)
+        with torch.no_grad():
+            noise = torch.randn(count, *self.shape, generator=generator, device=self.device)
+            return flow_sde.sample(lambda x, s: self.velocity(encoded, x, s), noise, k, flow, generator)
+
+    def _context(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast)
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Weights and buffers that do not train, by name."""
+        trained = self.trainable()
+        every = {**dict(self.policy.named_parameters()), **dict(self.policy.named_buffers())}
+        return {name: tensor for name, tensor in every.items() if name not in trained}
