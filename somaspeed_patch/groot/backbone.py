@@ -40,6 +40,21 @@ def forward(wrapped: Any, backbone: Any, args: tuple[Any, ...], kwargs: dict[str
     return hosts(*args, **kwargs)
 
 
+def encode(backbone: Any, vl_input: Mapping[str, Tensor]) -> Any:
+    """The backbone's output where nothing trains: our way, or the host's own where that does not fit."""
+    site = sites.site(_site("frozen_prefix"))
+    why = _refusal(backbone, vl_input, site)
+    if why is not None:
+        site.declined(why)
+        return backbone(vl_input)
+    return guarded.or_hosts(site, backbone, partial(_features, backbone), backbone, (vl_input,), {})
+
+
+def why_not_frozen(backbone: Any) -> str | None:
+    """Why the whole backbone does not count as frozen, or None."""
+    return frozen.why_not_frozen(_qwen(backbone))
+
+
 def logits(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Qwen3VLForConditionalGeneration.forward: inside GR00T's backbone, logits of the last token only."""
     asked = "logits_to_keep" in kwargs or kwargs.get("labels") is not None

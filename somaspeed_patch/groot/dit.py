@@ -52,7 +52,7 @@ def forward(wrapped: Any, dit: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if why is not None:
         site.declined(why)
         return wrapped(*args, **kwargs)
-    return guarded.or_hosts(site, dit, partial(_forward, dit), wrapped, args, kwargs)
+    return guarded.or_hosts(site, dit, partial(run, dit), wrapped, args, kwargs)
 
 
 def self_attention(wrapped: Any, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +114,7 @@ def places(chosen: Tensor) -> tuple[Tensor, Tensor | None]:
     return positions, chosen.flatten()[positions].view(len(chosen), -1)
 
 
-def _forward(
+def run(
     dit: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
@@ -124,6 +124,10 @@ def _forward(
     image_mask: Tensor | None = None,
     backbone_attention_mask: Tensor | None = None,
 ) -> Any:
+    """What the host's forward returns, with its arguments.
+
+    Raises: Declined: the masks, [B, S] bool, have no twins on the CPU, or the host refuses the model.
+    """
     if not dit.config.interleave_self_attention:
         raise Declined("interleave_self_attention is off, which the host refuses")
     text, images = _modalities(encoder_hidden_states, image_mask, backbone_attention_mask)

@@ -56,7 +56,7 @@ def rows(policy: Any, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor],
     return Rows(
         timesteps=timesteps,
         conditioning=policy._action_time_conditioning(expert, drawn.timesteps.flatten()),
-        rotary=_rotary(expert, actions),
+        rotary=rotary(expert, actions),
         self_mask=_repeated(self_mask, timesteps),
         cross_mask=_cross_mask(policy, expert, inputs, actions),
         valid=None if real is None else _repeated(real.to(actions.dtype).unsqueeze(-1), timesteps),
@@ -99,7 +99,8 @@ def _cross_mask(policy: Any, expert: Any, inputs: Mapping[str, Tensor], actions:
     return expert._build_cross_attention_mask(mask, len(actions), actions.dtype)
 
 
-def _rotary(expert: Any, actions: Tensor) -> tuple[Tensor, Tensor] | None:
+def rotary(expert: Any, actions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """cos and sin of the action rows of `Rows`, for actions [B, T, A]; None where the expert has none."""
     rope = expert.blocks[0].self_attn.rope if len(expert.blocks) else None
     if rope is None:
         return None

@@ -64,18 +64,32 @@ def _loss(
     drawn = flow.draw(policy, batch, timesteps, noise)
     run = stack(policy, model_inputs)
     rows = flow.rows(policy, batch, model_inputs, drawn)
+    predicted, last_hidden = _velocity(policy, run, rows, drawn.noisy)
+    return flow.loss(policy, batch, drawn, predicted, reduction), last_hidden
+
+
+def _velocity(policy: Any, run: Stack, rows: Rows, noisy: Tensor) -> tuple[Tensor, Tensor | None]:
     action_expert = policy._action_expert()
-    hidden = action_expert.action_embed(drawn.noisy)
+    hidden = action_expert.action_embed(noisy)
     hidden, last_hidden = run(rows, hidden if rows.valid is None else hidden * rows.valid)
-    velocity = action_expert.final_layer(hidden, rows.conditioning)
-    velocity = velocity if rows.valid is None else velocity * rows.valid
-    return flow.loss(policy, batch, drawn, velocity, reduction), last_hidden
+    found = action_expert.final_layer(hidden, rows.conditioning)
+    return found if rows.valid is None else found * rows.valid, last_hidden
+
+
+def velocity(policy: Any, found: context.Context, rows: Rows, noisy: Tensor) -> Tensor:
+    """The expert's prediction of action - noise: [B * F, T, A] for noisy actions [B * F, T, A]."""
+    return _velocity(policy, _over(policy, found), rows, noisy)[0]
 
 
 def _split(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
     """The frozen language model now, the expert's layers when they are asked for."""
     with torch.no_grad():
-        found = _context(policy, model_inputs)
+        found = encode(policy, model_inputs, need_hidden=policy.config.action_mode != "continuous")
+    return _over(policy, found)
+
+
+def _over(policy: Any, found: context.Context) -> Stack:
+    """The expert's layers over a context."""
     action_expert = policy._action_expert()
     step = partial(_expert_step, policy)
 
@@ -91,7 +105,8 @@ def _split(policy: Any, model_inputs: Mapping[str, Tensor]) -> Stack:
     return run
 
 
-def _context(policy: Any, model_inputs: Mapping[str, Tensor]) -> context.Context:
+def encode(policy: Any, model_inputs: Mapping[str, Tensor], *, need_hidden: bool) -> context.Context:
+    """Vision side and language model over the host's model inputs; `need_hidden` as of `context.run`."""
     backbone = policy._backbone()
     device = model_inputs["input_ids"].device
     transformer = frozen.under_autocast(backbone.transformer, device, "molmoact2/cast_once")
@@ -102,7 +117,7 @@ def _context(policy: Any, model_inputs: Mapping[str, Tensor]) -> context.Context
         prepared.embeddings,
         prepared.position_ids,
         prepared.bias,
-        need_hidden=policy.config.action_mode != "continuous",
+        need_hidden=need_hidden,
         layer_fn=_layers.of(context.language_layer),
     )
 

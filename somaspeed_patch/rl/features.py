@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from somaspeed_patch import facts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tag:
@@ -51,6 +53,11 @@ class Features:
             raise ValueError("features: `length` and `fixed` must have one entry a sample")
         if any(each.shape[1] != len(self.length) for each in self.tokens.values()):
             raise ValueError("features: `tokens` must be [L, B, N, ...] with one B for all")
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """N."""
+        return next((each.shape[2] for each in self.tokens.values()), 0)
 
     def records(self, tag: Tag) -> list[Record]:
         """Each sample by itself, copied to the CPU without its padding."""
@@ -133,11 +140,17 @@ def _shown(values: Mapping[str, Tensor]) -> str:
 
 
 def moved(found: Features, device: torch.device, *, non_blocking: bool = False) -> Features:
-    """The same on another device."""
+    """The same on another device; masks and lengths keep a twin on the CPU, which no step has to wait for."""
+
+    def move(each: Tensor) -> Tensor:
+        there = each.to(device, non_blocking=non_blocking)
+        facts.moved(each, there)
+        return there
+
     return Features(
-        tokens={name: each.to(device, non_blocking=non_blocking) for name, each in found.tokens.items()},
-        length=found.length.to(device, non_blocking=non_blocking),
-        fixed={name: each.to(device, non_blocking=non_blocking) for name, each in found.fixed.items()},
+        tokens={name: move(each) for name, each in found.tokens.items()},
+        length=move(found.length),
+        fixed={name: move(each) for name, each in found.fixed.items()},
     )
 
 

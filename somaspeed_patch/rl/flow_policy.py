@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +38,7 @@ class FlowPolicy(ABC):
 
         Args:
             policy: LeRobot's.
-            autocast: compute under autocast to this dtype, as the policy was trained; None: without.
+            autocast: compute under autocast to this dtype; None: as the policy's own inference does.
         Raises: ValueError: the adapter is not patched in, the backbone trains or is not as we know it.
         """
         self.policy = policy
@@ -130,12 +131,22 @@ class FlowPolicy(ABC):
         count = len(encoded.length)
         with torch.no_grad():
             noise = torch.randn(count, *self.shape, generator=generator, device=self.device)
-            return flow_sde.sample(lambda x, s: self.velocity(encoded, x, s), noise, k, flow, generator)
+            keep = self._kept(encoded)
+            noise = noise if keep is None else noise * keep
+            velocity = partial(self.velocity, encoded)
+            return flow_sde.sample(velocity, noise, k, flow, generator, keep)
+
+    def _kept(self, encoded: Features) -> Tensor | None:
+        """[B, 1, A] fp32, 0 for action dimensions that the policy keeps at 0; None: there are none."""
+        return None
 
     def _context(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self._autocast)
+        dtype = self._autocast or self._inference_dtype()
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _inference_dtype(self) -> torch.dtype | None:
+        """What the policy's own inference computes under autocast to."""
+        return None
 
     def _frozen(self) -> dict[str, Tensor]:
         """Weights and buffers that do not train, by name."""

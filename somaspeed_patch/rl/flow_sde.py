@@ -174,6 +174,7 @@ def sample(
     k: Tensor,
     flow: Flow,
     generator: torch.Generator | None = None,
+    keep: Tensor | None = None,
 ) -> Sample:
     """Integrate from noise to action, deterministic but for step k of each sample.
 
@@ -182,6 +183,7 @@ def sample(
         noise: [B, H, A] fp32, the first latent.
         k: [B] int64; below 0: no step of this sample has noise.
         generator: of the step's noise.
+        keep: [B, 1, A] fp32, 0 for dimensions that are padding and stay 0; None: all are real.
     """
     if noise.dtype != torch.float32:
         raise ValueError(f"flow sample: noise must be float32, but is {noise.dtype}")
@@ -189,6 +191,7 @@ def sample(
     score = torch.zeros_like(noise)
     at = times(flow.steps, noise.device)
     drawn = torch.randn(noise.shape, generator=generator, device=noise.device)
+    drawn = drawn if keep is None else drawn * keep
     for number in range(flow.steps):
         chosen = k == number
         index = torch.full_like(k, number)
