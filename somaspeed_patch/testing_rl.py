@@ -40,7 +40,7 @@ def acted(
     """Features, chunks and values [B] of a batch of observations."""
     encoded = policy.encode(batch)
     count = len(encoded.length)
-    sample = policy.sample(encoded, flow, flow_sde.draw_steps(count, flow, rng), rng)
+    sample = policy.sample(encoded, flow, flow_sde.draw(count, policy.shape, flow, rng))
     with torch.no_grad():
         values = critic(policy.pooled(encoded))
     return encoded, sample, values

@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch as replaced
 
@@ -48,7 +48,7 @@ def molmoact2_policy():
 
 
 def molmoact2_acts(policy, batch, noise):
-    """The host draws noise by its generator; whatever it draws, this."""
+    """Whatever the host draws, it is this."""
     with replaced("torch.randn", lambda *shape, **_: noise.clone()):
         return policy.policy.predict_action_chunk(batch)
 
@@ -110,17 +110,21 @@ def observations(case, policy, tasks=TASKS):
 
 
 def sampled(policy, encoded, seed=0, k=None):
-    rng = torch.Generator().manual_seed(seed)
-    count = len(encoded.length)
-    chosen = torch.arange(count) + 1 if k is None else torch.full((count,), k)
-    return policy.sample(encoded, FLOW, chosen, rng)
+    """Each sample with another stochastic step; k below 0: without."""
+    draws = drawn(policy, len(encoded.length), seed)
+    chosen = (torch.arange(len(draws.k)) + 1) % FLOW.steps if k is None else torch.full_like(draws.k, k)
+    return policy.sample(encoded, FLOW, replace(draws, k=chosen))
+
+
+def drawn(policy, count, seed=0):
+    return flow_sde.draw(count, policy.shape, FLOW, torch.Generator().manual_seed(seed))
 
 
 def test_without_noise_it_acts_as_lerobot_does(case):
     policy = case.make()
     batch = observations(case, policy)
     found = sampled(policy, policy.encode(batch), k=-1).action
-    noise = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
+    noise = drawn(policy, len(found)).noise
     expected = ACTS[case.name](policy, batch, noise)
     steps, dims = expected.shape[1:]
     moved = (expected - noise[:, :steps, :dims]).abs().max()

@@ -1,6 +1,7 @@
 """Steps of Flow-SDE: numbers worked out by hand, LeRobot's own integrator, the replay of what was sampled."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,13 +87,12 @@ def linear(x, s):
 @pytest.mark.parametrize("steps", [1, 3, 5, 10])
 def test_without_noise_it_is_lerobots_integrator_bit_for_bit(steps):
     flow_matching = pytest.importorskip("lerobot.policies.common.flow_matching", reason="needs lerobot")
-    noise = torch.randn(4, 5, 7, generator=torch.Generator().manual_seed(0))
-    expected = flow_matching.euler_integrate(linear, noise, steps)
-    everywhere = torch.arange(4) % steps
-    for level, k in ((0.0, everywhere), (0.5, torch.full((4,), -1))):
-        found = flow_sde.sample(linear, noise, k, Flow(steps=steps, noise_level=level))
+    draws = flow_sde.draw(4, (5, 7), Flow(steps=steps, noise_level=0.5), torch.Generator().manual_seed(0))
+    expected = flow_matching.euler_integrate(linear, draws.noise, steps)
+    for level, k in ((0.0, torch.arange(4) % steps), (0.5, torch.full((4,), -1))):
+        found = flow_sde.sample(linear, replace(draws, k=k), Flow(steps=steps, noise_level=level))
         assert torch.equal(found.action, expected)
-        assert torch.equal(found.log_prob, torch.zeros_like(noise))
+        assert torch.equal(found.log_prob, torch.zeros_like(expected))
 
 
 def test_without_noise_there_is_no_policy_gradient():
@@ -138,11 +138,9 @@ def final_deviation(steps, a=0.5, mu=0.0, count=200_000):
     return x.std().item()
 
 
-def sampled(flow, count=6, shared=False):
+def sampled(flow, count=6, **options):
     rng = torch.Generator().manual_seed(3)
-    noise = torch.randn(count, 5, 7, generator=rng)
-    k = flow_sde.draw_steps(count, flow, rng, shared=shared)
-    return flow_sde.sample(linear, noise, k, flow, rng)
+    return flow_sde.sample(linear, flow_sde.draw(count, (5, 7), flow, rng, **options), flow)
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps"])
@@ -176,10 +174,28 @@ def test_each_sample_has_its_own_noisy_step():
 
 def test_steps_are_drawn_alike_or_each_its_own():
     flow, rng = Flow(steps=5, noise_level=0.5), torch.Generator().manual_seed(0)
-    own = flow_sde.draw_steps(5000, flow, rng)
-    assert own.bincount(minlength=5).min() > 850
-    assert len(flow_sde.draw_steps(50, flow, rng, shared=True).unique()) == 1
-    assert flow_sde.draw_steps(500, flow, rng, ignore_last=True).max() == 3
+    own = flow_sde.draw(5000, (1, 1), flow, rng)
+    assert own.k.bincount(minlength=5).min() > 850
+    assert len(flow_sde.draw(50, (1, 1), flow, rng, shared=True).k.unique()) == 1
+    assert flow_sde.draw(500, (1, 1), flow, rng, ignore_last=True).k.max() == 3
+    assert abs(own.noise.mean()) < 0.06 and abs(own.noise.std() - 1) < 0.05
+    assert abs((own.noise * own.step_noise).mean()) < 0.06
+
+
+def test_draws_of_single_samples_make_a_batch():
+    flow = Flow(steps=5, noise_level=0.5)
+    single = [flow_sde.draw(1, (2, 3), flow, torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    together = flow_sde.side_by_side(single)
+    assert together.noise.shape == (2, 2, 3) and torch.equal(together.noise[1:], single[1].noise)
+    assert torch.equal(together.k, torch.cat([single[0].k, single[1].k]))
+
+
+def test_padding_stays_zero():
+    flow = Flow(steps=3, noise_level=0.5)
+    keep = torch.tensor([1.0, 1.0, 0.0])[None, None].expand(4, 1, 3)
+    draws = flow_sde.draw(4, (2, 3), flow, torch.Generator().manual_seed(0))
+    found = flow_sde.sample(lambda x, s: 0.7 * x, draws, flow, keep)
+    assert not found.action[..., 2].any() and found.action[..., :2].all()
 
 
 def test_noise_levels_are_annealed_over_versions():
@@ -212,8 +228,8 @@ def test_the_executed_part_is_cut_before_it_is_summed():
         (lambda: Flow(steps=3, noise_level=0.5, kind="ode"), "kind must be sde or cps"),
         (lambda: one_step(3, 0.5, 1, dtype=torch.bfloat16), "must be float32 or float64"),
         (
-            lambda: flow_sde.draw_steps(
-                2, Flow(steps=1, noise_level=0.5), torch.Generator(), ignore_last=True
+            lambda: flow_sde.draw(
+                2, (1, 1), Flow(steps=1, noise_level=0.5), torch.Generator(), ignore_last=True
             ),
             "leaves no step",
         ),

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,10 +44,14 @@ def observations(policy, **options):
 
 
 def sampled(policy, encoded, seed=0, k=None):
-    rng = torch.Generator().manual_seed(seed)
-    count = len(encoded.length)
-    chosen = torch.arange(count) % FLOW.steps if k is None else torch.full((count,), k)
-    return policy.sample(encoded, FLOW, chosen, rng)
+    """Each sample with another stochastic step; k below 0: without."""
+    draws = drawn(policy, len(encoded.length), seed)
+    chosen = (torch.arange(len(draws.k)) + 1) % FLOW.steps if k is None else torch.full_like(draws.k, k)
+    return policy.sample(encoded, FLOW, replace(draws, k=chosen))
+
+
+def drawn(policy, count, seed=0):
+    return flow_sde.draw(count, policy.shape, FLOW, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,7 +60,7 @@ def test_without_noise_it_acts_as_lerobot_does(name):
     policy = made(num_inference_steps=FLOW.steps, **config)
     batch = make_batch(policy.policy, **options)
     found = sampled(policy, policy.encode(batch), k=-1).action
-    noise = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
+    noise = drawn(policy, len(found)).noise
     expected = policy.policy.predict_action_chunk(batch, noise=noise)
     moved = (expected - noise[..., : policy.action_dim]).abs().max()
     assert moved > 0.05

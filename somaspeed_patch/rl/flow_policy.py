@@ -20,7 +20,7 @@ from somaspeed_patch import features
 from somaspeed_patch.rl import flow_sde
 from somaspeed_patch.rl.digest import Watch, digest
 from somaspeed_patch.rl.features import Features, Tag
-from somaspeed_patch.rl.flow_sde import Flow, Sample
+from somaspeed_patch.rl.flow_sde import Draws, Flow, Sample
 
 
 class FlowPolicy(ABC):
@@ -124,17 +124,11 @@ class FlowPolicy(ABC):
         with self._context():
             return self._velocity(encoded, x, s).float()
 
-    def sample(
-        self, encoded: Features, flow: Flow, k: Tensor, generator: torch.Generator | None = None
-    ) -> Sample:
+    def sample(self, encoded: Features, flow: Flow, draws: Draws) -> Sample:
         """Sample a chunk for each observation; arguments as of `flow_sde.sample`."""
-        count = len(encoded.length)
         with torch.no_grad():
-            noise = torch.randn(count, *self.shape, generator=generator, device=self.device)
-            keep = self._kept(encoded)
-            noise = noise if keep is None else noise * keep
             velocity = partial(self.velocity, encoded)
-            return flow_sde.sample(velocity, noise, k, flow, generator, keep)
+            return flow_sde.sample(velocity, draws.to(self.device), flow, self._kept(encoded))
 
     def _kept(self, encoded: Features) -> Tensor | None:
         """[B, 1, A] fp32, 0 for action dimensions that the policy keeps at 0; None: there are none."""

@@ -16,7 +16,7 @@ Source: Flow-GRPO, arXiv:2505.05470; CPS, arXiv:2509.05952.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -151,6 +151,57 @@ def annealed(first: float, last: float, versions: int, version: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Draws:
+    """All that is random in a sampled chunk."""
+
+    noise: Tensor
+    """[B, H, A] fp32, the first latent"""
+    step_noise: Tensor
+    """[B, H, A] fp32, of the stochastic step"""
+    k: Tensor
+    """[B] int64, that step; below 0: no step of this sample has noise"""
+
+    def to(self, device: torch.device) -> Draws:
+        """The same on another device."""
+        return Draws(noise=self.noise.to(device), step_noise=self.step_noise.to(device), k=self.k.to(device))
+
+
+def draw(
+    count: int,
+    shape: tuple[int, int],
+    flow: Flow,
+    generator: torch.Generator,
+    *,
+    shared: bool = False,
+    ignore_last: bool = False,
+) -> Draws:
+    """What `count` chunks of [H, A] need, on the generator's device.
+
+    Args:
+        shared: one stochastic step for all samples, as RLinf draws it.
+        ignore_last: never the last step, whose noise lands on the executed action itself.
+    Raises: ValueError: the last of one step is to be ignored.
+    """
+    choices = flow.steps - ignore_last
+    if choices < 1:
+        raise ValueError("flow: ignore_last leaves no step to choose of steps = 1")
+    device = generator.device
+    k = torch.randint(choices, (1,) if shared else (count,), generator=generator, device=device)
+    noise, step_noise = (
+        torch.randn(count, *shape, generator=generator, device=device) for _ in ("noise", "step noise")
+    )
+    return Draws(noise=noise, step_noise=step_noise, k=k.expand(count).contiguous())
+
+
+def side_by_side(draws: Sequence[Draws]) -> Draws:
+    """Those of several samples as one batch."""
+    noise, step_noise, k = (
+        torch.cat([getattr(each, name) for each in draws]) for name in ("noise", "step_noise", "k")
+    )
+    return Draws(noise=noise, step_noise=step_noise, k=k)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """A sampled chunk, and the one stochastic step that the learner replays."""
 
@@ -169,36 +220,27 @@ class Sample:
 
 
 def sample(
-    velocity: Callable[[Tensor, Tensor], Tensor],
-    noise: Tensor,
-    k: Tensor,
-    flow: Flow,
-    generator: torch.Generator | None = None,
-    keep: Tensor | None = None,
+    velocity: Callable[[Tensor, Tensor], Tensor], draws: Draws, flow: Flow, keep: Tensor | None = None
 ) -> Sample:
     """Integrate from noise to action, deterministic but for step k of each sample.
 
     Args:
         velocity: v(x [B, H, A], s [B] fp32) -> [B, H, A].
-        noise: [B, H, A] fp32, the first latent.
-        k: [B] int64; below 0: no step of this sample has noise.
-        generator: of the step's noise.
         keep: [B, 1, A] fp32, 0 for dimensions that are padding and stay 0; None: all are real.
     """
-    if noise.dtype != torch.float32:
-        raise ValueError(f"flow sample: noise must be float32, but is {noise.dtype}")
-    x, before, after = noise, noise, noise
-    score = torch.zeros_like(noise)
-    at = times(flow.steps, noise.device)
-    drawn = torch.randn(noise.shape, generator=generator, device=noise.device)
-    drawn = drawn if keep is None else drawn * keep
+    if draws.noise.dtype != torch.float32:
+        raise ValueError(f"flow sample: noise must be float32, but is {draws.noise.dtype}")
+    k, x, step_noise = draws.k, draws.noise, draws.step_noise
+    if keep is not None:
+        x, step_noise = x * keep, step_noise * keep
+    before, after, score = x, x, torch.zeros_like(x)
+    at = times(flow.steps, x.device)
     for number in range(flow.steps):
         chosen = k == number
-        index = torch.full_like(k, number)
         level = torch.where(chosen, flow.noise_level, 0.0).to(torch.float32)
         found = velocity(x, at[number].expand(len(x)))
-        mean, std = step(x, found, index, level, steps=flow.steps, kind=flow.kind)
-        new = torch.addcmul(mean, std, drawn)
+        mean, std = step(x, found, torch.full_like(k, number), level, steps=flow.steps, kind=flow.kind)
+        new = torch.addcmul(mean, std, step_noise)
         here = chosen.view(-1, *(1,) * (x.ndim - 1))
         before, after = torch.where(here, x, before), torch.where(here, new, after)
         score = torch.where(here, log_prob(new, mean, std), score)
@@ -222,21 +264,3 @@ def replay(
     at = times(flow.steps, x.device)
     mean, std = step(x, velocity(x, at[k]), k, noise_level, steps=flow.steps, kind=flow.kind)
     return log_prob(x_next, mean, std)
-
-
-def draw_steps(
-    count: int, flow: Flow, generator: torch.Generator, *, shared: bool = False, ignore_last: bool = False
-) -> Tensor:
-    """[count] int64 on the generator's device: the stochastic step of each sample.
-
-    Args:
-        shared: one step for all samples, as RLinf draws it.
-        ignore_last: never the last step, whose noise lands on the executed action itself.
-    Raises: ValueError: the last of one step is to be ignored.
-    """
-    choices = flow.steps - ignore_last
-    if choices < 1:
-        raise ValueError("flow: ignore_last leaves no step to choose of steps = 1")
-    shape = (1,) if shared else (count,)
-    drawn = torch.randint(choices, shape, generator=generator, device=generator.device)
-    return drawn.expand(count).contiguous()
