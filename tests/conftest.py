@@ -43,3 +43,9 @@ def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = compile_fx.compile_fx
     interpreted = partial(whole, inner_compile=lambda graph, inputs, **_: make_boxed_func(graph))
     monkeypatch.setattr(compile_fx, "compile_fx", interpreted)
+
+
+@pytest.fixture
+def steps_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FusedAdamW as on a CPU without the interpreter, which takes its kernels 25 ms a parameter and update."""
+    monkeypatch.setattr("somaspeed_patch.kernels.adamw.INTERPRETED", False)

@@ -22,6 +22,7 @@ from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.testing_ranks import TorchBut
 from somaspeed_patch.testing_rl import trajectories, value_head
 
+pytestmark = pytest.mark.usefixtures("steps_by_torch")
 FLOW = Flow(steps=4, noise_level=0.5)  # GR00T's own number of steps
 SETTINGS = Settings(flow=FLOW, executed=2, global_batch=2, micro_batch=2, update_epoch=2)
 TASKS = ["pick up the bowl", "put the bowl on the plate please now"]

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from somaspeed_patch.rl import ppo, samples, scores
+from somaspeed_patch.rl import heads, ppo, samples, scores
 from somaspeed_patch.rl.flow_sde import Flow
-from somaspeed_patch.rl.learner import Learner, heads
+from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.testing_rl import state_policy, trajectories, value_head
 
+pytestmark = pytest.mark.usefixtures("steps_by_torch")
 FLOW = Flow(steps=3, noise_level=0.5)
 SETTINGS = Settings(
     flow=FLOW, executed=2, global_batch=16, micro_batch=16, actor_lr=1e-3, critic_lr=1e-3, weight_decay=0.0
@@ -31,7 +32,7 @@ def made(**settings):
 
 
 def weights(learner):
-    return {name: each.detach().clone() for name, each in heads(learner.policy, learner.value_head).items()}
+    return heads.snapshot(learner.policy, learner.value_head)
 
 
 def test_a_step_is_that_of_the_losses_by_hand():

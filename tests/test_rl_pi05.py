@@ -18,6 +18,7 @@ from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.testing_pi05 import make_batch, make_policy
 from somaspeed_patch.testing_rl import trajectories, value_head
 
+pytestmark = pytest.mark.usefixtures("steps_by_torch")
 FLOW = Flow(steps=3, noise_level=0.5)
 SETTINGS = Settings(flow=FLOW, executed=2, global_batch=4, micro_batch=4, update_epoch=2)
 LENGTHS = [48, 7, 1, 20]

@@ -7,11 +7,12 @@ velocity points towards noise.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from somaspeed_patch.rl import flow_sde
 from somaspeed_patch.rl.digest import Watch, digest
 from somaspeed_patch.rl.features import Features, Tag
 from somaspeed_patch.rl.flow_sde import Draws, Flow, Sample
+
+P = TypeVar("P", bound="FlowPolicy")
 
 
 class FlowPolicy(ABC):
@@ -129,6 +132,11 @@ class FlowPolicy(ABC):
         with torch.no_grad():
             velocity = partial(self.velocity, encoded)
             return flow_sde.sample(velocity, draws.to(self.device), flow, self._kept(encoded))
+
+    def twin(self: P) -> P:
+        """The same policy with trainable weights of its own, and this one's frozen ones."""
+        shared = {id(tensor): tensor for tensor in self._frozen().values()}
+        return type(self)(copy.deepcopy(self.policy, shared), autocast=self._autocast)
 
     def _kept(self, encoded: Features) -> Tensor | None:
         """[B, 1, A] fp32, 0 for action dimensions that the policy keeps at 0; None: there are none."""

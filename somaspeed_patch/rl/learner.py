@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from somaspeed_patch.optim import FusedAdamW
 from somaspeed_patch.rl import advantages, flow_sde, ppo, samples, scores
@@ -209,12 +209,6 @@ class Learner:
         self.value_head.load_state_dict(state["value_head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.steps = state["version"], state["steps"]
-
-
-def heads(policy: FlowPolicy, value_head: nn.Module) -> dict[str, Tensor]:
-    """What is published: the trained weights of policy and critic, by name."""
-    critic = {f"value_head.{name}": each for name, each in value_head.state_dict().items()}
-    return {**policy.trainable(), **critic}
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
