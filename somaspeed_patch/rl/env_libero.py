@@ -40,18 +40,18 @@ class LiberoWorld:
         task = load_task(spec.task, spec.suite)
         self.sim = Simulator(task, image_size=spec.image_size, software_gl=spec.software_gl_profile)
         self.sim.images = False
-        self._raw: RawObservation = {}
+        self.raw: RawObservation = {}
 
     def reset(self, init_state: int, seed: int) -> None:
         """Put the scene into one of its initial states, see `Simulator.reset`."""
-        self._raw = self.sim.reset(init_state, seed)
+        self.raw = self.sim.reset(init_state, seed)
 
     def step(self, action: NDArray[np.float32]) -> bool:
         """Apply one action [7] for 1/20 s; whether the task is solved.
 
         Raises: ValueError: the simulation has diverged.
         """
-        self._raw, solved = self.sim.step(action)
+        self.raw, solved = self.sim.step(action)
         if self.sim.diverged:
             raise ValueError("libero: the simulation has diverged, and MuJoCo began it anew")
         return solved
@@ -59,7 +59,7 @@ class LiberoWorld:
     def observe(self) -> Observation:
         """See the module."""
         poses = [self.sim.pose(name) for name in self.sim.objects]
-        seen = {"state": state_of(self._raw), "objects": np.concatenate(poses).astype(np.float32)}
+        seen = {"state": state_of(self.raw), "objects": np.concatenate(poses).astype(np.float32)}
         return {**seen, **upright(self.sim.look())}
 
 

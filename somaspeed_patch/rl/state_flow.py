@@ -24,7 +24,7 @@ class StateNet(nn.Module):
     std: Tensor
 
     def __init__(
-        self, *, observed: int, horizon: int, actions: int, width: int = 256, times: int = 16
+        self, *, observed: int, horizon: int, actions: int, width: int = 256, times: int = 8
     ) -> None:
         """Take sizes: numbers of an observation, actions of a chunk, numbers of an action."""
         super().__init__()

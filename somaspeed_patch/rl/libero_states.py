@@ -1,0 +1,110 @@
+"""LIBERO without images: states for `StateFlow`, and the scripted expert's demonstrations of them.
+
+    python -m somaspeed_patch.rl.libero_states --task 0 --init-states 0:20 --out demonstrations.npz
+
+An observation is LeRobot's state [8] and the poses of the objects that the task is about, see `env_libero`.
+Latent actions are the environment's own: 7 numbers in [-1, 1].
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from somaspeed_patch.libero.expert import PickAndPlace
+from somaspeed_patch.rl.env_libero import LiberoWorld
+from somaspeed_patch.rl.env_process import EnvSpec, Observation
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS = 240
+Demonstration = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Observations [T, O] and the actions [T, 7] that were taken at them."""
+
+
+class LiberoStates:
+    """The interface of a policy over states."""
+
+    def batch(self, observations: Sequence[Observation]) -> Mapping[str, Any]:
+        """{"observation": [B, O] fp32}."""
+        return {"observation": torch.from_numpy(np.stack([flat(each) for each in observations]))}
+
+    def actions(self, chunks: Tensor) -> NDArray[np.float32]:
+        """[B, C, 7] of latent actions of that shape: what is beyond 1 the controller would clip, too."""
+        found: NDArray[np.float32] = chunks.clamp(-1, 1).numpy()
+        return found
+
+
+def flat(observation: Observation) -> NDArray[np.float32]:
+    """[O], the state and the objects' poses."""
+    return np.concatenate([observation["state"], observation["objects"]]).astype(np.float32)
+
+
+def demonstrate(world: LiberoWorld, init_state: int, side: float) -> Demonstration | None:
+    """The expert's episode from an initial state; None where it does not solve the task.
+
+    Args:
+        side: +1 or -1, see `PickAndPlace`.
+    """
+    world.reset(init_state, 0)
+    expert = PickAndPlace(world.raw, side=side)
+    seen, done = [], []
+    for _ in range(MAX_STEPS):
+        seen.append(flat(world.observe()))
+        done.append(expert.act(world.raw))
+        if world.step(done[-1]):
+            return np.stack(seen), np.stack(done)
+    return None
+
+
+def demonstrations(world: LiberoWorld, init_states: Sequence[int]) -> Iterator[Demonstration]:
+    """The faster of the expert's two ways from each initial state that it solves."""
+    for init_state in init_states:
+        ways = [demonstrate(world, init_state, side) for side in (1.0, -1.0)]
+        solved = [way for way in ways if way is not None]
+        log.info("initial state %d: solved from %d of 2 sides", init_state, len(solved))
+        if solved:
+            yield min(solved, key=lambda way: len(way[1]))
+
+
+def save(file: Path, episodes: Sequence[Demonstration]) -> None:
+    """Write demonstrations as arrays: `observations` [N, O], `actions` [N, 7], `lengths` [episodes]."""
+    np.savez(
+        file,
+        observations=np.concatenate([seen for seen, _ in episodes]),
+        actions=np.concatenate([done for _, done in episodes]),
+        lengths=np.array([len(done) for _, done in episodes]),
+    )
+
+
+def load(file: Path) -> list[Demonstration]:
+    """What `save` wrote."""
+    with np.load(file) as arrays:
+        cuts = np.cumsum(arrays["lengths"])[:-1]
+        seen, done = (np.split(arrays[name], cuts) for name in ("observations", "actions"))
+    return list(zip(seen, done, strict=True))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="libero_states")
+    parser.add_argument("--task", type=int, default=0)
+    parser.add_argument("--init-states", default="0:20", help="from:to of the task's 50")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(words)
+    begin, _, end = args.init_states.partition(":")
+    world = LiberoWorld(EnvSpec(task=args.task, horizon=MAX_STEPS))
+    save(args.out, list(demonstrations(world, range(int(begin), int(end)))))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main()
