@@ -8,7 +8,7 @@ feature, declared here and listed by each of their adapters.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class Feature:
     """True: loss and gradients stay within the native run's own rounding."""
     default: Value
     """Value without a keyword; a feature that is not exact must be off (False or None)."""
+    check: Callable[[Value], object] | None = None
+    """Raises ValueError for a value that cannot be, when it is set and not when it is used."""
 
     def __post_init__(self) -> None:
         if not self.exact and self.default not in (False, None):
@@ -118,6 +120,9 @@ def check(settings: Mapping[str, Any], declared: Iterable[Feature]) -> None:
             raise ValueError(f"patch: feature {name} must be True or False, but is {given!r}")
         if not wants_switch and not (given is None or isinstance(given, str)):
             raise ValueError(f"patch: feature {name} must be a string or None, but is {given!r}")
+        further = known[name].check
+        if further is not None:
+            further(given)
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> str:

@@ -47,5 +47,5 @@ def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def steps_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FusedAdamW as on a CPU without the interpreter, which takes its kernels 25 ms a parameter and update."""
+    """FusedAdamW as without the interpreter, which takes its kernels 25 ms a parameter and update."""
     monkeypatch.setattr("somaspeed_patch.kernels.adamw.INTERPRETED", False)

@@ -17,7 +17,7 @@ _LEAST_STD = 1e-2  # m, rad: what hardly moves in the demonstrations is not blow
 
 
 def windows(episodes: Sequence[Demonstration], horizon: int) -> tuple[Tensor, Tensor]:
-    """Every observation [N, O] with the actions from there on [N, H, 7]; the last one repeats at the end."""
+    """Every observation [N, O] with the actions from there on [N, H, A]; the last one repeats at the end."""
     observed, chunks = [], []
     for seen, done in episodes:
         padded = np.concatenate([done, np.repeat(done[-1:], horizon - 1, axis=0)])

@@ -2,8 +2,10 @@
 
     python -m somaspeed_patch.rl.libero_states --task 0 --init-states 0:20 --out demonstrations.npz
 
-An observation is LeRobot's state [8] and the poses of the objects that the task is about, see `env_libero`.
-Latent actions are the environment's own: 7 numbers in [-1, 1].
+An observation is where the hand is [3], its two fingers [2], and for each object that the task is about the
+way to it from the hand [3], all in m. A latent action is the environment's without the hand's rotation, which
+the expert leaves alone: cloned, small errors of it add up until nothing looks as it was demonstrated. While
+the expert acts, its motion is disturbed, so that the way back is demonstrated, too.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from torch import Tensor
 
 from somaspeed_patch.libero.expert import PickAndPlace
 from somaspeed_patch.rl.env_libero import LiberoWorld
-from somaspeed_patch.rl.env_process import EnvSpec, Observation
+from somaspeed_patch.rl.env_process import ACTION, EnvSpec, Observation
 
 log = logging.getLogger(__name__)
 
 MAX_STEPS = 240
 Demonstration = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""Observations [T, O] and the actions [T, 7] that were taken at them."""
+"""Observations [T, O], and the actions [T, 4] of the expert at them."""
+_LATENT = (0, 1, 2, 6)  # of the environment's action: translation and gripper
+_DISTURBANCE = 0.5  # of what one step can move, 2.5 cm; the controller settles within 1 cm
 
 
 class LiberoStates:
@@ -38,29 +42,39 @@ class LiberoStates:
         return {"observation": torch.from_numpy(np.stack([flat(each) for each in observations]))}
 
     def actions(self, chunks: Tensor) -> NDArray[np.float32]:
-        """[B, C, 7] of latent actions of that shape: what is beyond 1 the controller would clip, too."""
-        found: NDArray[np.float32] = chunks.clamp(-1, 1).numpy()
+        """[B, C, 7] of latent actions [B, C, 4]: what is beyond 1 the controller would clip, too."""
+        found: NDArray[np.float32] = np.zeros((*chunks.shape[:2], ACTION), np.float32)
+        found[..., _LATENT] = chunks.clamp(-1, 1).numpy()
         return found
 
 
 def flat(observation: Observation) -> NDArray[np.float32]:
-    """[O], the state and the objects' poses."""
-    return np.concatenate([observation["state"], observation["objects"]]).astype(np.float32)
+    """[O], see the module."""
+    hand, fingers = observation["state"][:3], observation["state"][6:]
+    ways = observation["objects"].reshape(-1, 7)[:, :3] - hand
+    found: NDArray[np.float32] = np.concatenate([hand, fingers, ways.ravel()]).astype(np.float32)
+    return found
 
 
-def demonstrate(world: LiberoWorld, init_state: int, side: float) -> Demonstration | None:
+def demonstrate(
+    world: LiberoWorld, init_state: int, side: float, rng: np.random.Generator
+) -> Demonstration | None:
     """The expert's episode from an initial state; None where it does not solve the task.
 
     Args:
         side: +1 or -1, see `PickAndPlace`.
+        rng: of the disturbance.
     """
     world.reset(init_state, 0)
     expert = PickAndPlace(world.raw, side=side)
     seen, done = [], []
     for _ in range(MAX_STEPS):
+        action = expert.act(world.raw)
         seen.append(flat(world.observe()))
-        done.append(expert.act(world.raw))
-        if world.step(done[-1]):
+        done.append(action[list(_LATENT)])
+        disturbed = action.copy()
+        disturbed[:3] += rng.normal(scale=_DISTURBANCE, size=3)
+        if world.step(disturbed.clip(-1, 1)):
             return np.stack(seen), np.stack(done)
     return None
 
@@ -68,7 +82,8 @@ def demonstrate(world: LiberoWorld, init_state: int, side: float) -> Demonstrati
 def demonstrations(world: LiberoWorld, init_states: Sequence[int]) -> Iterator[Demonstration]:
     """The faster of the expert's two ways from each initial state that it solves."""
     for init_state in init_states:
-        ways = [demonstrate(world, init_state, side) for side in (1.0, -1.0)]
+        rng = np.random.default_rng(init_state)
+        ways = [demonstrate(world, init_state, side, rng) for side in (1.0, -1.0)]
         solved = [way for way in ways if way is not None]
         log.info("initial state %d: solved from %d of 2 sides", init_state, len(solved))
         if solved:
@@ -76,7 +91,7 @@ def demonstrations(world: LiberoWorld, init_states: Sequence[int]) -> Iterator[D
 
 
 def save(file: Path, episodes: Sequence[Demonstration]) -> None:
-    """Write demonstrations as arrays: `observations` [N, O], `actions` [N, 7], `lengths` [episodes]."""
+    """Write demonstrations as arrays: `observations` [N, O], `actions` [N, 4], `lengths` [episodes]."""
     np.savez(
         file,
         observations=np.concatenate([seen for seen, _ in episodes]),
