@@ -170,6 +170,9 @@ def test_during_the_critics_warmup_the_policy_stays():
     moved = {name for name, each in weights(learner).items() if not torch.equal(each, before[name])}
     assert moved and all(name.startswith("value_head.") for name in moved)
     assert "losses/policy_loss" not in metrics
+    later = made(critic_warmup=1, update_epoch=2)
+    both = later.iterate(rollout(later.policy, later.value_head))
+    assert both["losses/kept"] == 1  # of the one update that has it, not of both
     learner.iterate(rollout(learner.policy, learner.value_head, version=1))
     assert any(not torch.equal(weights(learner)[name], before[name]) for name in learner.policy.trainable())
 
@@ -230,4 +233,4 @@ def test_it_learns_to_be_rewarded(seed):
         )  # fmt: skip
         found.append(sum(float(each.chunks[0].rewards.sum()) for each in episodes) / 128)
         learner.iterate(episodes)
-    assert found[0] < -1 and sum(found[-3:]) / 3 > -0.15
+    assert found[0] < -0.7 and sum(found[-3:]) / 3 > -0.15

@@ -74,15 +74,14 @@ class Learner:
             trajectories, gamma=settings.gamma, lam=settings.lam, equal_weight=settings.equal_weight
         )
         targets = self._targets(found)
-        sums: dict[str, Tensor] = {}
-        updates = 0
-        for epoch in range(settings.update_epoch):
-            for chosen in self._global_batches(len(found), epoch):
-                self._update(found, targets, chosen, sums)
-                updates += 1
+        updates = [
+            self._update(found, targets, chosen)
+            for epoch in range(settings.update_epoch)
+            for chosen in self._global_batches(len(found), epoch)
+        ]
         self.version += 1
         return {
-            **{name: float(total) / updates for name, total in sums.items()},
+            **_means(updates),
             "losses/explained_variance": ppo.explained_variance(found.values, found.returns),
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
             "charts/samples": float(len(found)),
@@ -120,8 +119,9 @@ class Learner:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         yield from torch.split(order, self.settings.global_batch)
 
-    def _update(self, found: Samples, targets: _Targets, chosen: Tensor, sums: dict[str, Tensor]) -> None:
-        """One optimizer step over some samples, in microbatches."""
+    def _update(self, found: Samples, targets: _Targets, chosen: Tensor) -> dict[str, Tensor]:
+        """One optimizer step over some samples, in microbatches; what is logged of it."""
+        sums: dict[str, Tensor] = {}
         self.optimizer.zero_grad(set_to_none=True)
         for part in torch.split(chosen, self.settings.micro_batch):
             share = len(part) / len(chosen)
@@ -134,7 +134,7 @@ class Learner:
             )
         self.optimizer.step()
         self.steps += 1
-        _add(sums, "losses/grad_norm", norm)
+        return {**sums, "losses/grad_norm": norm}
 
     def _backward(self, found: Samples, targets: _Targets, part: Tensor, share: float) -> dict[str, Tensor]:
         """Accumulate the gradients of a microbatch; what is logged of it."""
@@ -209,6 +209,15 @@ class Learner:
         self.value_head.load_state_dict(state["value_head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.steps = state["version"], state["steps"]
+
+
+def _means(updates: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Of each metric over the updates that have it: during the critic's warm-up there is no policy loss."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {
+        name: float(torch.stack([update[name] for update in updates if name in update]).mean())
+        for name in names
+    }
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
