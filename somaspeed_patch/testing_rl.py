@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from somaspeed_patch.rl import flow_sde
+from somaspeed_patch.rl import flow_sde, scores
 from somaspeed_patch.rl.features import Features
 from somaspeed_patch.rl.flow_policy import FlowPolicy
-from somaspeed_patch.rl.flow_sde import Flow, Sample
+from somaspeed_patch.rl.flow_sde import Draws, Flow, Sample
 from somaspeed_patch.rl.state_flow import StateFlow, StateNet
 from somaspeed_patch.rl.trajectory import Chunk, Trajectory
 from somaspeed_patch.rl.value_head import ValueHead
@@ -32,6 +34,37 @@ def value_head(policy: FlowPolicy, seed: int = 1) -> ValueHead:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return ValueHead(policy.value_width, (16,))
+
+
+def drawn(policy: FlowPolicy, count: int, flow: Flow, seed: int = 0) -> Draws:
+    """What `count` chunks of the policy need."""
+    return flow_sde.draw(count, policy.shape, flow, torch.Generator().manual_seed(seed))
+
+
+def sampled(policy: FlowPolicy, encoded: Features, flow: Flow, k: int | None = None) -> Sample:
+    """Each sample with another stochastic step, or all with step k; k below 0: without."""
+    draws = drawn(policy, len(encoded.length), flow)
+    chosen = (torch.arange(len(draws.k)) + 1) % flow.steps if k is None else torch.full_like(draws.k, k)
+    return policy.sample(encoded, flow, replace(draws, k=chosen))
+
+
+def replayed(
+    policy: FlowPolicy, encoded: Features, sample: Sample, flow: Flow, rows: slice = slice(None)
+) -> Tensor:
+    """Log-probabilities of the sample's rows, which `encoded` is of."""
+    x, x_next, k, level = (each[rows] for each in (sample.x, sample.x_next, sample.k, sample.noise_level))
+    return flow_sde.replay(partial(policy.velocity, encoded), x, x_next, k, level, flow)
+
+
+def gradients(
+    policy: FlowPolicy, encoded: Features, sample: Sample, flow: Flow
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of a replay's log-probabilities, and every gradient of it."""
+    policy.policy.zero_grad(set_to_none=True)
+    score = scores.reduced(replayed(policy, encoded, sample, flow), (2, policy.action_dim))
+    loss = score.square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), {n: p.grad for n, p in policy.policy.named_parameters() if p.grad is not None}
 
 
 def acted(

@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch as replaced
 
@@ -13,14 +13,14 @@ pytest.importorskip("lerobot", reason="needs lerobot")
 
 import somaspeed_patch
 from somaspeed_patch import testing_groot, testing_molmoact2
-from somaspeed_patch.rl import features, flow_sde, scores
+from somaspeed_patch.rl import features, flow_sde
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.groot_flow import GrootFlow
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.molmoact2_flow import MolmoAct2Flow
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.testing_ranks import TorchBut
-from somaspeed_patch.testing_rl import trajectories, value_head
+from somaspeed_patch.testing_rl import drawn, gradients, replayed, sampled, trajectories, value_head
 
 pytestmark = pytest.mark.usefixtures("steps_by_torch")
 FLOW = Flow(steps=4, noise_level=0.5)  # GR00T's own number of steps
@@ -110,22 +110,11 @@ def observations(case, policy, tasks=TASKS):
     return case.batch(policy.policy, tasks)
 
 
-def sampled(policy, encoded, seed=0, k=None):
-    """Each sample with another stochastic step; k below 0: without."""
-    draws = drawn(policy, len(encoded.length), seed)
-    chosen = (torch.arange(len(draws.k)) + 1) % FLOW.steps if k is None else torch.full_like(draws.k, k)
-    return policy.sample(encoded, FLOW, replace(draws, k=chosen))
-
-
-def drawn(policy, count, seed=0):
-    return flow_sde.draw(count, policy.shape, FLOW, torch.Generator().manual_seed(seed))
-
-
 def test_without_noise_it_acts_as_lerobot_does(case):
     policy = case.make()
     batch = observations(case, policy)
-    found = sampled(policy, policy.encode(batch), k=-1).action
-    noise = drawn(policy, len(found)).noise
+    found = sampled(policy, policy.encode(batch), FLOW, k=-1).action
+    noise = drawn(policy, len(found), FLOW).noise
     expected = ACTS[case.name](policy, batch, noise)
     steps, dims = expected.shape[1:]
     moved = (expected - noise[:, :steps, :dims]).abs().max()
@@ -136,32 +125,21 @@ def test_without_noise_it_acts_as_lerobot_does(case):
 def test_action_dimensions_that_are_padding_stay_zero():
     with somaspeed_patch.patched("molmoact2"):
         policy = CASES[0].make()
-        found = sampled(policy, policy.encode(observations(CASES[0], policy)))
+        found = sampled(policy, policy.encode(observations(CASES[0], policy)), FLOW)
     assert not found.action[..., policy.action_dim :].any() and found.action[..., : policy.action_dim].all()
-
-
-def replayed(policy, encoded, sample):
-    given = (sample.x, sample.x_next, sample.k, sample.noise_level)
-    return flow_sde.replay(lambda x, s: policy.velocity(encoded, x, s), *given, FLOW)
-
-
-def gradients(policy, encoded, sample):
-    policy.policy.zero_grad(set_to_none=True)
-    loss = scores.reduced(replayed(policy, encoded, sample), (2, policy.action_dim)).square().mean()
-    loss.backward()
-    return loss.detach(), {n: p.grad for n, p in policy.policy.named_parameters() if p.grad is not None}
 
 
 def test_training_from_the_cache_is_training_with_the_backbone(case):
     policy = case.make()
     batch = observations(case, policy)
     encoded = policy.encode(batch)
-    sample, records = sampled(policy, encoded), encoded.records(policy.tag)
+    sample, records = sampled(policy, encoded, FLOW), encoded.records(policy.tag)
     together = features.batch(records, policy.tag, tokens=encoded.tokens_per_sample)
     with torch.no_grad():
-        assert torch.equal(replayed(policy, together, sample), sample.log_prob)
+        assert torch.equal(replayed(policy, together, sample, FLOW), sample.log_prob)
     assert torch.equal(policy.pooled(together), policy.pooled(encoded))
-    cached, recomputed = gradients(policy, together, sample), gradients(policy, policy.encode(batch), sample)
+    cached = gradients(policy, together, sample, FLOW)
+    recomputed = gradients(policy, policy.encode(batch), sample, FLOW)
     assert torch.equal(cached[0], recomputed[0]) and cached[1].keys() == recomputed[1].keys()
     assert all(torch.equal(each, recomputed[1][name]) for name, each in cached[1].items())
     assert cached[1].keys() <= policy.trainable().keys() and len(cached[1]) > 20
@@ -218,7 +196,7 @@ def test_after_an_update_it_samples_as_a_new_model_with_those_weights(case):
     policy = case.make()
     learner = Learner(policy, value_head(policy), SETTINGS)
     encoded = policy.encode(observations(case, policy))
-    before = sampled(policy, encoded).action
+    before = sampled(policy, encoded, FLOW).action
     rng = torch.Generator().manual_seed(0)
     learner.iterate(
         trajectories(
@@ -227,9 +205,9 @@ def test_after_an_update_it_samples_as_a_new_model_with_those_weights(case):
     )
     fresh = case.make()
     fresh.policy.load_state_dict(policy.policy.state_dict())
-    after = sampled(policy, encoded).action
+    after = sampled(policy, encoded, FLOW).action
     assert not torch.equal(after, before)
-    assert torch.equal(after, sampled(fresh, fresh.encode(observations(case, fresh))).action)
+    assert torch.equal(after, sampled(fresh, fresh.encode(observations(case, fresh)), FLOW).action)
 
 
 def test_a_backbone_that_changes_or_trains_is_refused(case):

@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +9,13 @@ import torch
 pytest.importorskip("lerobot", reason="needs lerobot")
 
 import somaspeed_patch
-from somaspeed_patch.rl import features, flow_sde, scores
+from somaspeed_patch.rl import features, scores
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.pi05_flow import PI05Flow
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.testing_pi05 import make_batch, make_policy
-from somaspeed_patch.testing_rl import trajectories, value_head
+from somaspeed_patch.testing_rl import drawn, gradients, replayed, sampled, trajectories, value_head
 
 pytestmark = pytest.mark.usefixtures("steps_by_torch")
 FLOW = Flow(steps=3, noise_level=0.5)
@@ -44,24 +43,13 @@ def observations(policy, **options):
     return make_batch(policy.policy, **{"language_lengths": LENGTHS, **options})
 
 
-def sampled(policy, encoded, seed=0, k=None):
-    """Each sample with another stochastic step; k below 0: without."""
-    draws = drawn(policy, len(encoded.length), seed)
-    chosen = (torch.arange(len(draws.k)) + 1) % FLOW.steps if k is None else torch.full_like(draws.k, k)
-    return policy.sample(encoded, FLOW, replace(draws, k=chosen))
-
-
-def drawn(policy, count, seed=0):
-    return flow_sde.draw(count, policy.shape, FLOW, torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_without_noise_it_acts_as_lerobot_does(name):
     config, options = CASES[name]
     policy = made(num_inference_steps=FLOW.steps, **config)
     batch = make_batch(policy.policy, **options)
-    found = sampled(policy, policy.encode(batch), k=-1).action
-    noise = drawn(policy, len(found)).noise
+    found = sampled(policy, policy.encode(batch), FLOW, k=-1).action
+    noise = drawn(policy, len(found), FLOW).noise
     expected = policy.policy.predict_action_chunk(batch, noise=noise)
     moved = (expected - noise[..., : policy.action_dim]).abs().max()
     assert moved > 0.05
@@ -115,20 +103,14 @@ def test_packing_and_padding_leave_the_velocity_as_it_is():
     assert torch.equal(policy.velocity(garbage, x, s), policy.velocity(together, x, s))
 
 
-def replayed(policy, encoded, sample, rows=slice(None)):
-    """Log-probabilities of the sample's rows, which `encoded` is of."""
-    given = (each[rows] for each in (sample.x, sample.x_next, sample.k, sample.noise_level))
-    return flow_sde.replay(lambda x, s: policy.velocity(encoded, x, s), *given, FLOW)
-
-
 def test_a_replay_from_the_cache_has_ratio_one():
     policy = made()
     encoded = policy.encode(observations(policy))
-    sample, records = sampled(policy, encoded), encoded.records(policy.tag)
+    sample, records = sampled(policy, encoded, FLOW), encoded.records(policy.tag)
     with torch.no_grad():
-        same = replayed(policy, features.batch(records, policy.tag), sample)
+        same = replayed(policy, features.batch(records, policy.tag), sample, FLOW)
         alone = [
-            replayed(policy, features.batch([records[i]], policy.tag), sample, slice(i, i + 1))
+            replayed(policy, features.batch([records[i]], policy.tag), sample, FLOW, slice(i, i + 1))
             for i in range(4)
         ]
     assert torch.equal(same, sample.log_prob)
@@ -137,20 +119,13 @@ def test_a_replay_from_the_cache_has_ratio_one():
     assert other.abs().max() < 3 * 12**0.5 * 1.84 * 2e-6
 
 
-def gradients(policy, encoded, sample):
-    policy.policy.zero_grad(set_to_none=True)
-    loss = scores.reduced(replayed(policy, encoded, sample), (2, 6)).square().mean()
-    loss.backward()
-    return loss.detach(), {n: p.grad for n, p in policy.policy.named_parameters() if p.grad is not None}
-
-
 def test_training_from_the_cache_is_training_with_the_backbone():
     policy = made()
     batch = observations(policy)
     encoded = policy.encode(batch)
-    sample, records = sampled(policy, encoded), encoded.records(policy.tag)
-    cached = gradients(policy, features.batch(records, policy.tag), sample)
-    recomputed = gradients(policy, policy.encode(batch), sample)
+    sample, records = sampled(policy, encoded, FLOW), encoded.records(policy.tag)
+    cached = gradients(policy, features.batch(records, policy.tag), sample, FLOW)
+    recomputed = gradients(policy, policy.encode(batch), sample, FLOW)
     assert torch.equal(cached[0], recomputed[0]) and cached[1].keys() == recomputed[1].keys()
     assert all(torch.equal(each, recomputed[1][name]) for name, each in cached[1].items())
     assert cached[1].keys() == policy.trainable().keys()
@@ -195,7 +170,7 @@ def test_after_an_update_it_samples_as_a_new_model_with_those_weights():
     policy = made()
     learner = Learner(policy, value_head(policy), SETTINGS)
     encoded = policy.encode(observations(policy))
-    before = sampled(policy, encoded).action
+    before = sampled(policy, encoded, FLOW).action
     rng = torch.Generator().manual_seed(0)
     learner.iterate(
         trajectories(
@@ -204,9 +179,9 @@ def test_after_an_update_it_samples_as_a_new_model_with_those_weights():
     )
     fresh = made()
     fresh.policy.load_state_dict(policy.policy.state_dict())
-    after = sampled(policy, encoded).action
+    after = sampled(policy, encoded, FLOW).action
     assert not torch.equal(after, before)
-    assert torch.equal(after, sampled(fresh, fresh.encode(observations(fresh))).action)
+    assert torch.equal(after, sampled(fresh, fresh.encode(observations(fresh)), FLOW).action)
 
 
 def test_a_changed_backbone_refuses_old_features():

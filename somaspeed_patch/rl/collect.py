@@ -7,7 +7,6 @@ are ready act at once; sums may round otherwise then.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +20,6 @@ from somaspeed_patch.rl.env_process import Observation
 from somaspeed_patch.rl.flow_sde import Draws
 from somaspeed_patch.rl.phases import Phases
 from somaspeed_patch.rl.trajectory import Chunk, Trajectory
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,6 @@ class _Seat:
     slot: int
     episode: int
     rng: torch.Generator
-    init_state: int
     seen: Observation | None = None
     decision: Decision | None = None
     chunks: list[Chunk] = field(default_factory=list)
@@ -142,9 +138,8 @@ class Collector:
         seeds = np.random.SeedSequence([self._plan.seed, slot, episode])
         rng = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
         choice = int(torch.randint(len(self._plan.init_states), (), generator=rng))
-        init_state = self._plan.init_states[choice]
-        self._pool.submit_reset(slot, init_state)
-        return _Seat(slot, episode, rng, init_state)
+        self._pool.submit_reset(slot, self._plan.init_states[choice])
+        return _Seat(slot, episode, rng)
 
     def _results(self) -> list[tuple[int, Observation | env_process.Chunk | Failed]]:
         """Those that are in; in lockstep those of all slots that play, in order."""

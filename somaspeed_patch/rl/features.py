@@ -154,6 +154,11 @@ def moved(found: Features, device: torch.device, *, non_blocking: bool = False) 
     )
 
 
+def leading(length: Tensor, size: int) -> Tensor:
+    """[B, size] bool, True for the first `length` [B] of each sample's tokens."""
+    return torch.arange(size, device=length.device) < length[:, None]
+
+
 def packed(values: Tensor, valid: Tensor) -> Tensor:
     """[L, B, N, ...] with each sample's valid tokens moved to the front, in their order.
 

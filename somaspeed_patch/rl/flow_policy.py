@@ -60,18 +60,18 @@ class FlowPolicy(ABC):
         """H and A of the latent action chunk."""
 
     @property
-    @abstractmethod
     def action_dim(self) -> int:
-        """D, what the environment executes of A."""
+        """D, what the environment executes of A: the data set's actions."""
+        return int(self._host.config.output_features["action"].shape[0])
 
     @property
     @abstractmethod
     def value_width(self) -> int:
         """W of what `pooled` gives."""
 
-    @abstractmethod
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that a velocity depends on and that train, by the policy's names."""
+        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     @abstractmethod
     def _encode(self, batch: Mapping[str, Any]) -> Features: ...
@@ -89,6 +89,11 @@ class FlowPolicy(ABC):
     def pooled(self, encoded: Features) -> Tensor:
         """[B, W] fp32, what the value head reads; a constant of the observation."""
         return encoded.fixed["pooled"]
+
+    @property
+    def _host(self) -> Any:
+        """The policy, whose own names nobody has typed."""
+        return self.policy
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from somaspeed_patch import facts
 from somaspeed_patch.groot import backbone, dit
-from somaspeed_patch.rl.features import Features, packed
+from somaspeed_patch.rl.features import Features, leading, packed
 from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.value_head import masked_mean
 
@@ -33,18 +33,9 @@ class GrootFlow(FlowPolicy):
         return int(self._head.action_horizon), int(self._head.action_dim)
 
     @property
-    def action_dim(self) -> int:
-        """Of the data set's actions."""
-        return int(self._host.config.output_features["action"].shape[0])
-
-    @property
     def value_width(self) -> int:
         """The features' and the state's."""
         return int(self._head.config.backbone_embedding_dim + self._head.input_embedding_dim)
-
-    @property
-    def _host(self) -> Any:
-        return self.policy
 
     @property
     def _model(self) -> Any:
@@ -53,10 +44,6 @@ class GrootFlow(FlowPolicy):
     @property
     def _head(self) -> Any:
         return self._model.action_head
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The head's, as its configuration tunes it."""
-        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def _refusal(self) -> str | None:
         if not self._head.config.use_alternate_vl_dit:
@@ -137,8 +124,7 @@ class GrootFlow(FlowPolicy):
 
 def _valid(encoded: Features, size: int) -> tuple[Tensor, bool]:
     """[B, N] bool with its twin, and whether all are."""
-    length = facts.on_cpu(encoded.length)
-    twin = torch.arange(size) < length[:, None]
+    twin = leading(facts.on_cpu(encoded.length), size)
     valid = twin.to(encoded.length.device, non_blocking=True)
     facts.attach(valid, facts.TWIN, twin)
     return valid, bool(twin.all())

@@ -29,7 +29,6 @@ from somaspeed_patch.rl.env_process import EnvSpec
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.libero_states import LiberoStates, load
-from somaspeed_patch.rl.ppo import Clips
 from somaspeed_patch.rl.run import Iteration, SideBySide, one_behind_the_other
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.rl.value_head import ValueHead
@@ -96,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(args: argparse.Namespace) -> Settings:
     return Settings(
         flow=Flow(steps=args.steps, noise_level=args.noise),
-        clips=Clips(),
         executed=args.executed,
         update_epoch=args.update_epoch,
         global_batch=args.batch,
@@ -105,7 +103,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         critic_lr=args.critic_lr,
         weight_decay=0.0,
         critic_warmup=args.critic_warmup,
-        equal_weight=False,
         seed=args.seed,
     )
 

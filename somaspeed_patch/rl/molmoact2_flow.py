@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from somaspeed_patch.molmoact2 import context, flow, forward, refusals
 from somaspeed_patch.molmoact2.expert import Rows
-from somaspeed_patch.rl.features import Features, packed
+from somaspeed_patch.rl.features import Features, leading, packed
 from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.value_head import masked_mean
 
@@ -29,22 +29,9 @@ class MolmoAct2Flow(FlowPolicy):
         return self._host._generation_action_horizon(), int(self._host._backbone().config.max_action_dim)
 
     @property
-    def action_dim(self) -> int:
-        """Of the data set's actions."""
-        return int(self._host.config.output_features["action"].shape[0])
-
-    @property
     def value_width(self) -> int:
         """The language model's width."""
         return int(self._host._backbone().transformer.config.hidden_size)
-
-    @property
-    def _host(self) -> Any:
-        return self.policy
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The action expert with its projections of the context."""
-        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def _refusal(self) -> str | None:
         why = refusals.of_pipeline(self.policy)
@@ -97,8 +84,7 @@ class MolmoAct2Flow(FlowPolicy):
 
     def _rows(self, encoded: Features, x: Tensor, time: Tensor) -> Rows:
         expert = self._host._action_expert()
-        places = torch.arange(encoded.tokens["key"].shape[2], device=x.device)
-        seen = places < encoded.length[:, None]
+        seen = leading(encoded.length, encoded.tokens_per_sample)
         return Rows(
             timesteps=1,
             conditioning=self._host._action_time_conditioning(expert, time),

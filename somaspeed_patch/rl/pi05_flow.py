@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from somaspeed_patch.pi05 import forward, prefix
-from somaspeed_patch.rl.features import Features, packed
+from somaspeed_patch.rl.features import Features, leading, packed
 from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.value_head import masked_mean
 
@@ -29,19 +29,13 @@ class PI05Flow(FlowPolicy):
         return config.chunk_size, config.max_action_dim
 
     @property
-    def action_dim(self) -> int:
-        """Of the data set's actions."""
-        return int(self._model.config.output_features["action"].shape[0])
-
-    @property
     def value_width(self) -> int:
         """PaliGemma's width."""
         return int(self._joint.paligemma.config.text_config.hidden_size)
 
     @property
     def _model(self) -> Any:
-        policy: Any = self.policy
-        return policy.model
+        return self._host.model
 
     @property
     def _joint(self) -> Any:
@@ -49,8 +43,7 @@ class PI05Flow(FlowPolicy):
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The expert and the projections around it, without its unused lm_head."""
-        named = self.policy.named_parameters()
-        return {name: p for name, p in named if p.requires_grad and _UNUSED not in name}
+        return {name: p for name, p in super().trainable().items() if _UNUSED not in name}
 
     def _refusal(self) -> str | None:
         return forward.refusal(self._model)
@@ -61,18 +54,17 @@ class PI05Flow(FlowPolicy):
         return f"{text.num_hidden_layers} layers x {text.head_dim}, cameras {cameras}"
 
     def _encode(self, batch: Mapping[str, Any]) -> Features:
-        policy: Any = self.policy
-        images, masks = policy._preprocess_images(batch)
+        images, masks = self._host._preprocess_images(batch)
         found = forward.encode(self._model, images, masks, batch[_TOKENS], batch[_MASK], need_hidden=True)
         keys, values = (_stacked(each) for each in (found.keys, found.values))
-        hidden = found.hidden[None]  # type: ignore[index]  # asked for
         valid = _valid(found)
         if found.length is None:
-            keys, values, hidden = (packed(each, valid) for each in (keys, values, hidden))
-        length = valid.sum(1, dtype=torch.int32)
-        front = torch.arange(valid.shape[1], device=valid.device) < length[:, None]
-        pooled = masked_mean(hidden[0], front)
-        return Features(tokens={"key": keys, "value": values}, length=length, fixed={"pooled": pooled})
+            keys, values = (packed(each, valid) for each in (keys, values))
+        return Features(
+            tokens={"key": keys, "value": values},
+            length=valid.sum(1, dtype=torch.int32),
+            fixed={"pooled": masked_mean(found.hidden, valid)},  # type: ignore[arg-type]  # asked for
+        )
 
     def _velocity(self, encoded: Features, x: Tensor, s: Tensor) -> Tensor:
         context = prefix.Prefix(
@@ -95,4 +87,4 @@ def _valid(found: prefix.Prefix) -> Tensor:
     if found.mask is not None:
         return found.mask
     count = found.keys[0].shape[2]  # type: ignore[union-attr]  # no pipeline here
-    return torch.arange(count, device=found.offset.device) < found.offset
+    return leading(found.offset[:, 0], count)

@@ -13,7 +13,6 @@ overlaps, and the result is that of one behind the other, bit for bit.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from somaspeed_patch.rl.actor import Actor
 from somaspeed_patch.rl.collect import Collector, Rollout
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.phases import Phases
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +59,10 @@ def one_behind_the_other(learner: Learner, collector: Collector, actor: Actor) -
 
 def _take_over(actor: Actor, learner: Learner, phases: Phases) -> None:
     with phases.of("sync"):
-        if actor.policy is not learner.policy:
-            heads.load(actor.policy, actor.value_head, heads.of(learner.policy, learner.value_head))
-        actor.version = learner.version
+        if actor.policy is learner.policy:
+            actor.version = learner.version
+        else:
+            actor.load(heads.of(learner.policy, learner.value_head), learner.version)
 
 
 class SideBySide:
@@ -143,9 +141,9 @@ class SideBySide:
 
     def _publish(self) -> None:
         """A coherent copy of the weights, under the version that the learner has now."""
-        copy: Mapping[str, Tensor] = heads.snapshot(self._learner.policy, self._learner.value_head)
+        copy = heads.snapshot(self._learner.policy, self._learner.value_head)
         with self._news:
-            self._published = (self._learner.version, dict(copy))
+            self._published = (self._learner.version, copy)
             self._news.notify_all()
 
     def _play(self) -> None:

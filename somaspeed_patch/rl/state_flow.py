@@ -74,10 +74,6 @@ class StateFlow(FlowPolicy):
             raise TypeError(f"StateFlow: expected a StateNet, got {type(self.policy).__name__}")
         return self.policy
 
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """All layers."""
-        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
-
     def _refusal(self) -> str | None:
         return None
 
