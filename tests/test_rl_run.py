@@ -14,6 +14,7 @@ from somaspeed_patch.rl.collect import Collector, Plan
 from somaspeed_patch.rl.env_pool import EnvPool
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.learner import Learner
+from somaspeed_patch.rl.player import LocalPlayer
 from somaspeed_patch.rl.run import SideBySide, one_behind_the_other
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.rl.value_head import ValueHead
@@ -78,9 +79,9 @@ def test_a_rollout_is_the_same_again_and_goes_on_where_it_was(pool):
         ways.append([played(collector.collect(actor)) for _ in range(2)])
     assert ways[0] == ways[1] and ways[0][0] != ways[0][1]
     _, collector, actor = made(pool)
-    collector.collect(actor)
+    state = collector.collect(actor).state
     _, later, actor = made(pool)
-    later.resume(collector.state())
+    later.resume(state)
     assert played(later.collect(actor)) == ways[0][1]
 
 
@@ -125,7 +126,7 @@ def test_side_by_side_without_lag_is_one_behind_the_other_bit_for_bit(pool):
     learner, collector, actor = made(pool)
     expected = first(one_behind_the_other(learner, collector, actor), 3)
     other, collector, actor = made(pool)
-    with SideBySide(other, collector, actor, lag=0, stall=60) as run:
+    with SideBySide(other, LocalPlayer(collector, actor), lag=0, stall=60) as run:
         found = first(iter(run), 3)
     assert [played(each.rollout) for each in found] == [played(each.rollout) for each in expected]
     assert [each.metrics["charts/lag"] for each in found] == [0, 0, 0]
@@ -143,7 +144,7 @@ def test_side_by_side_no_sample_is_older_than_the_lag(pool, monkeypatch, lag):
         return iterate(trajectories)
 
     monkeypatch.setattr(learner, "iterate", slow)
-    with SideBySide(learner, collector, actor, lag=lag, stall=60) as run:
+    with SideBySide(learner, LocalPlayer(collector, actor), lag=lag, stall=60) as run:
         found = first(iter(run), 6)
     versions = [{each.version for each in one.rollout.trajectories} for one in found]
     assert all(len(each) == 1 for each in versions)
@@ -156,7 +157,7 @@ def test_side_by_side_no_sample_is_older_than_the_lag(pool, monkeypatch, lag):
 
 def test_side_by_side_learns_too(pool):
     learner, collector, actor = made(pool, ONE_GOAL, global_batch=32, micro_batch=32)
-    with SideBySide(learner, collector, actor, lag=1, stall=60) as run:
+    with SideBySide(learner, LocalPlayer(collector, actor), lag=1, stall=60) as run:
         found = [each.rollout.success for each in first(iter(run), 28)]
     assert sum(found[:3]) / 3 < 0.3 and sum(found[-3:]) / 3 > 0.6, found
 
@@ -207,7 +208,7 @@ def test_a_rollout_that_fails_ends_the_run_with_its_reason():
         learner, collector, actor = made(pool, Plan(episodes=1))
         actor.interface = Breaks(KILLED, times=9)
         with (
-            SideBySide(learner, collector, actor, lag=1, stall=60) as run,
+            SideBySide(learner, LocalPlayer(collector, actor), lag=1, stall=60) as run,
             pytest.raises(RuntimeError, match="the rollout failed: EnvPool: env 0 .*SIGKILL"),
         ):
             first(iter(run), 1)
@@ -218,7 +219,7 @@ def test_a_run_that_stalls_says_where():
         learner, collector, actor = made(pool, Plan(episodes=1))
         actor.interface = Breaks(HANG, times=9)
         with (
-            SideBySide(learner, collector, actor, lag=1, stall=2) as run,
+            SideBySide(learner, LocalPlayer(collector, actor), lag=1, stall=2) as run,
             pytest.raises(RuntimeError, match=r"no rollout for 2 s; the rollout is at env for [12] s"),
         ):
             first(iter(run), 1)
@@ -246,8 +247,8 @@ def test_bad_runs_are_refused(pool):
     learner, collector, actor = made(pool)
     shared = Actor(learner.policy, learner.value_head, ReachInterface(), flow=SETTINGS.flow, executed=2)
     for call, words in (
-        (lambda: SideBySide(learner, collector, actor, lag=-1), "lag must be 0 or more"),
-        (lambda: SideBySide(learner, collector, shared), "weights of their own"),
+        (lambda: SideBySide(learner, LocalPlayer(collector, actor), lag=-1), "lag must be 0 or more"),
+        (lambda: SideBySide(learner, LocalPlayer(collector, shared)), "weights of their own"),
         (lambda: Plan(episodes=0), "at least one episode"),
         (lambda: Actor(actor.policy, actor.value_head, None, flow=SETTINGS.flow, executed=4), "1 to 3"),
         (lambda: collector.resume([1]), "a state of 1 slots for 4"),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from somaspeed_patch.rl import heads as published
+from somaspeed_patch.rl import streams
 from somaspeed_patch.rl.env_process import Observation
 from somaspeed_patch.rl.features import Record
 from somaspeed_patch.rl.flow_policy import FlowPolicy
@@ -94,6 +95,7 @@ class Actor:
     def load(self, heads: Mapping[str, Tensor], version: int) -> None:
         """Become another version, see `heads.load`."""
         published.load(self.policy, self.value_head, heads)
+        streams.wait(self.policy.device)  # whoever published may free them now
         self.version = version
 
 

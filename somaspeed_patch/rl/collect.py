@@ -65,6 +65,8 @@ class Rollout:
 
     trajectories: list[Trajectory]
     failures: list[Failed]
+    state: list[int] = field(default_factory=list)
+    """of the collector behind it, see `Collector.resume`"""
 
     @property
     def success(self) -> float:
@@ -111,18 +113,15 @@ class Collector:
             with phases.of("predict"):
                 self._decide(actor, seats, rollout)
         rollout.trajectories.sort(key=lambda each: (each.episode, each.env))
+        rollout.state = list(self._played)
         return rollout
 
     def stop(self) -> None:
         """Let `collect`, in another thread, end with an error before its next chunk."""
         self._stopping = True
 
-    def state(self) -> list[int]:
-        """How many episodes each slot has played: with it a collector goes on where another was."""
-        return list(self._played)
-
     def resume(self, state: Sequence[int]) -> None:
-        """Take over what `state` gave."""
+        """Go on behind the rollout whose `state` this is."""
         if len(state) != len(self._played):
             raise ValueError(f"rollout: a state of {len(state)} slots for {len(self._played)}")
         self._played = list(state)

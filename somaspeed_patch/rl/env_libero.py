@@ -7,6 +7,7 @@ An observation has
              the task is about, one after the other (`Simulator.objects`: objects, fixtures and regions in the
              order of the scene's description; in LIBERO-Spatial the bowl, then the plate); for policies
              without images
+    instruction  text, of the task
     image, image2  uint8 [H, W, 3]: agentview and wrist, turned by 180 degrees as LiberoProcessorStep does;
              left out without cameras
 """
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from somaspeed_patch.libero.sim import SETTLE_STEPS, Simulator, load_task
 from somaspeed_patch.libero.sim import Observation as RawObservation
-from somaspeed_patch.rl.env_process import EnvSpec, Observation
+from somaspeed_patch.rl.env_process import INSTRUCTION, EnvSpec, Observation
 
 CAMERAS = {"image": "agentview_image", "image2": "robot0_eye_in_hand_image"}
 LIMIT = 1000 - SETTLE_STEPS  # robosuite's own horizon, after which it raises
@@ -59,7 +60,11 @@ class LiberoWorld:
     def observe(self) -> Observation:
         """See the module."""
         poses = [self.sim.pose(name) for name in self.sim.objects]
-        seen = {"state": state_of(self.raw), "objects": np.concatenate(poses).astype(np.float32)}
+        seen = {
+            "state": state_of(self.raw),
+            "objects": np.concatenate(poses).astype(np.float32),
+            INSTRUCTION: np.array(self.sim.task.language),
+        }
         return {**seen, **upright(self.sim.look())}
 
 

@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 Observation = dict[str, NDArray[Any]]
 
 ACTION = 7
+INSTRUCTION = "instruction"
+"""The name of an observation's text, an array without dimensions: what the policy is asked to do."""
 LIBERO = "somaspeed_patch.rl.env_libero:LiberoWorld"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -68,7 +70,7 @@ class World(Protocol):
         """Apply one action [7]; whether the task is solved."""
 
     def observe(self) -> Observation:
-        """What a policy sees now: finite arrays by name."""
+        """What a policy sees now: finite arrays by name, and perhaps its instruction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,7 @@ class Episodes:
     def _observe(self, when: str) -> Observation:
         seen = self._world.observe()
         for name, value in seen.items():
-            if not np.isfinite(value).all():
+            if name != INSTRUCTION and not np.isfinite(value).all():
                 raise ValueError(f"env: {name} is not finite {when}; the simulation has diverged")
         return seen
 

@@ -17,9 +17,11 @@ def of(policy: FlowPolicy, value_head: ValueHead) -> dict[str, Tensor]:
     return {**policy.trainable(), **critic}
 
 
-def snapshot(policy: FlowPolicy, value_head: ValueHead) -> dict[str, Tensor]:
-    """A copy on the CPU, which later updates do not touch."""
-    return {name: each.detach().to("cpu", copy=True) for name, each in of(policy, value_head).items()}
+def snapshot(
+    policy: FlowPolicy, value_head: ValueHead, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """A copy on a device, which later updates do not touch."""
+    return {name: each.detach().to(device, copy=True) for name, each in of(policy, value_head).items()}
 
 
 def load(policy: FlowPolicy, value_head: ValueHead, heads: Mapping[str, Tensor]) -> None:

@@ -29,6 +29,7 @@ from somaspeed_patch.rl.env_process import EnvSpec
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.libero_states import LiberoStates, load
+from somaspeed_patch.rl.player import LocalPlayer
 from somaspeed_patch.rl.run import Iteration, SideBySide, one_behind_the_other
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.rl.value_head import ValueHead
@@ -122,8 +123,8 @@ def _iterations(learner: Learner, pool: EnvPool, args: argparse.Namespace) -> It
         if args.lag is None:
             run = one_behind_the_other(learner, collector, _actor(learner, twin=False))
         else:
-            actor = _actor(learner, twin=True)
-            run = iter(stack.enter_context(SideBySide(learner, collector, actor, lag=args.lag)))
+            player = LocalPlayer(collector, _actor(learner, twin=True))
+            run = iter(stack.enter_context(SideBySide(learner, player, lag=args.lag)))
         for _ in range(args.iterations):
             yield next(run)
 

@@ -21,11 +21,12 @@ from types import TracebackType
 
 from torch import Tensor
 
-from somaspeed_patch.rl import heads
+from somaspeed_patch.rl import heads, streams
 from somaspeed_patch.rl.actor import Actor
 from somaspeed_patch.rl.collect import Collector, Rollout
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.phases import Phases
+from somaspeed_patch.rl.player import LocalPlayer, Player, device_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +66,30 @@ def _take_over(actor: Actor, learner: Learner, phases: Phases) -> None:
             actor.load(heads.of(learner.policy, learner.value_head), learner.version)
 
 
+def _shared(actor: Actor, learner: Learner) -> bool:
+    return actor.policy is learner.policy or actor.value_head is learner.value_head
+
+
 class SideBySide:
     """Iterations whose rollouts are played while the learner trains; a context manager."""
 
-    def __init__(
-        self, learner: Learner, collector: Collector, actor: Actor, *, lag: int = 1, stall: float = 600.0
-    ) -> None:
+    def __init__(self, learner: Learner, player: Player, *, lag: int = 1, stall: float = 600.0) -> None:
         """Begin to play.
 
         Args:
-            actor: with weights of its own, see `FlowPolicy.twin`.
+            player: with weights of its own, see `FlowPolicy.twin`.
             lag: versions that a sample may be behind the policy that is trained on it.
             stall: seconds without a rollout after which the run ends with an error.
-        Raises: ValueError: lag is negative, or actor and learner share weights.
+        Raises: ValueError: lag is negative, or player and learner share weights.
         """
         if lag < 0:
             raise ValueError(f"rl: lag must be 0 or more, but is {lag}")
-        if actor.policy is learner.policy or actor.value_head is learner.value_head:
+        if isinstance(player, LocalPlayer) and _shared(player.actor, learner):
             raise ValueError("rl: rollout and learner need weights of their own to run side by side")
-        self._learner, self._collector, self._actor = learner, collector, actor
+        self._learner, self._player = learner, player
         self._lag, self._stall = lag, stall
         self._queue: Queue[Rollout | BaseException] = Queue(maxsize=lag + 1)
-        self._published = (learner.version, heads.snapshot(learner.policy, learner.value_head))
+        self._published = self._staging()
         self._news = threading.Condition()
         self._stopping = False
         self._phases = {who: Phases(who) for who in ("learner", "rollout")}
@@ -106,7 +109,7 @@ class SideBySide:
         with self._news:
             self._stopping = True
             self._news.notify_all()
-        self._collector.stop()
+        self._player.stop()
         self._thread.join(timeout=self._stall)
 
     def __iter__(self) -> Iterator[Iteration]:
@@ -140,24 +143,32 @@ class SideBySide:
         return found
 
     def _publish(self) -> None:
-        """A coherent copy of the weights, under the version that the learner has now."""
-        copy = heads.snapshot(self._learner.policy, self._learner.value_head)
+        staged = self._staging()
         with self._news:
-            self._published = (self._learner.version, copy)
+            self._published = staged
             self._news.notify_all()
+
+    def _staging(self) -> tuple[int, dict[str, Tensor]]:
+        """A coherent copy of the weights, under the version that the learner has now."""
+        learner = self._learner
+        copy = heads.snapshot(learner.policy, learner.value_head, device_of(self._player))
+        streams.wait(learner.policy.device)  # the rollout's stream reads them
+        return learner.version, copy
 
     def _play(self) -> None:
         number = self._learner.version
         try:
-            while (staged := self._staged(number)) is not None:
-                version, weights = staged
-                with self._phases["rollout"].of("sync"):
-                    self._actor.load(weights, version)
-                self._queue.put(self._collector.collect(self._actor, self._phases["rollout"]))
-                number += 1
+            with streams.own(device_of(self._player)):
+                self._play_from(number)
         except BaseException as error:  # the learner's thread raises it
             if not self._stopping:
                 self._queue.put(error)
+
+    def _play_from(self, number: int) -> None:
+        while (staged := self._staged(number)) is not None:
+            version, weights = staged
+            self._queue.put(self._player.play(weights, version, self._phases["rollout"]))
+            number += 1
 
     def _staged(self, number: int) -> tuple[int, dict[str, Tensor]] | None:
         """The newest version, once it is new enough for a rollout; None when the run ends."""
