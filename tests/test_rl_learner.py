@@ -2,11 +2,12 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from somaspeed_patch.rl import heads, ppo, samples, scores
+from somaspeed_patch.rl import features, flow_sde, heads, ppo, samples, scores
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.settings import Settings
@@ -71,9 +72,9 @@ def test_a_step_is_that_of_the_losses_by_hand():
 def test_each_chunk_is_trained_update_epoch_times(monkeypatch, epochs, batch):
     learner = made(update_epoch=epochs, global_batch=batch, micro_batch=8)
     trained = []
-    backward = learner._backward
+    rows = learner._rows
     monkeypatch.setattr(
-        learner, "_backward", lambda f, t, part, share: (trained.append(part), backward(f, t, part, share))[1]
+        learner, "_rows", lambda targets, part: (trained.append(part), rows(targets, part))[1]
     )
     learner.iterate(rollout(learner.policy, learner.value_head, count=20))
     assert torch.cat(trained).bincount().tolist() == [epochs] * 20
@@ -136,7 +137,10 @@ def test_samples_of_an_older_policy_are_clipped_around_the_one_the_iteration_beg
     learner, episodes = stale()
     found = samples.collate(episodes, gamma=0.99, lam=0.95)
     with torch.no_grad():
-        now = learner._log_prob(found, torch.arange(16), learner._features(found, torch.arange(16)))
+        encoded = features.batch(found.records, learner.policy.tag)
+        velocity = partial(learner.policy.velocity, encoded)
+        score = flow_sde.replay(velocity, found.x, found.x_next, found.k, found.noise_level, FLOW)
+        now = scores.reduced(score, (2, 3))
     calls = recorded(monkeypatch, learner)
     learner.iterate(episodes)
     (logp, old, _, _), options = calls[0]

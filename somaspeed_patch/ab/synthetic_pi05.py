@@ -24,7 +24,7 @@ class Subject(synthetic_subject.Subject):
 
     def build(self) -> Any:
         """See the base class."""
-        return _build(self.recipe, self.device)
+        return build(self.recipe, self.device)
 
     def in_float32(self, policy: Any) -> Any:
         """See the base class; pi0.5 draws noise and times in fp32 in any dtype."""
@@ -77,7 +77,8 @@ class Subject(synthetic_subject.Subject):
         return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def _build(recipe: Synthetic, device: torch.device) -> Any:
+def build(recipe: Synthetic, device: torch.device) -> Any:
+    """A PI05Policy with random weights, in training mode."""
     from somaspeed_patch.tiny_pi05.shrink import shrunk
     from somaspeed_patch.tiny_pi05.sizes import SIZES
 

@@ -37,7 +37,7 @@ def model(recipe: Synthetic) -> Any:
 def _pi05(recipe: Synthetic, device: torch.device) -> Any:
     from somaspeed_patch.ab import synthetic_pi05
 
-    return synthetic_pi05._build(recipe, device)
+    return synthetic_pi05.build(recipe, device)
 
 
 def _molmoact2(recipe: Synthetic, device: torch.device) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,27 +14,19 @@ from torch import Tensor
 from somaspeed_patch.rl import heads as published
 from somaspeed_patch.rl import streams
 from somaspeed_patch.rl.env_process import Observation
-from somaspeed_patch.rl.features import Record
 from somaspeed_patch.rl.flow_policy import FlowPolicy
-from somaspeed_patch.rl.flow_sde import Draws, Flow, Sample, side_by_side
+from somaspeed_patch.rl.flow_sde import Draws, Flow, side_by_side
+from somaspeed_patch.rl.interface import Interface
+from somaspeed_patch.rl.sampler import Sampler
+from somaspeed_patch.rl.stores import HostStore, Kept, Store
 from somaspeed_patch.rl.value_head import ValueHead
-
-
-class Interface(Protocol):
-    """Between an environment's numbers and a policy's."""
-
-    def batch(self, observations: Sequence[Observation]) -> Mapping[str, Any]:
-        """What `FlowPolicy.encode` takes, on the policy's device."""
-
-    def actions(self, chunks: Tensor) -> NDArray[np.float32]:
-        """What the environment executes of latent actions [B, C, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What the policy made of one observation; tensors on the CPU."""
 
-    record: Record
+    record: Kept
     value: float
     actions: NDArray[np.float32]
     """[C, D], for the environment"""
@@ -44,6 +36,20 @@ class Decision:
     k: int
     noise_level: float
     log_prob: Tensor
+
+
+class Acts(Protocol):
+    """What a collector needs of an actor."""
+
+    flow: Flow
+    version: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """H and A of the latent action chunk."""
+
+    def act(self, observations: Sequence[Observation], draws: Sequence[Draws]) -> list[Decision]:
+        """A decision for each observation, with its own draws."""
 
 
 class Actor:
@@ -58,30 +64,39 @@ class Actor:
         flow: Flow,
         executed: int,
         version: int = 0,
+        store: Store | None = None,
+        graphs: bool = True,
     ) -> None:
         """Take a policy and critic of one version.
 
         Args:
             executed: C, steps of a chunk that the environment executes.
+            store: where features wait for the learner; None: on the host.
+            graphs: replay CUDA graphs of sampling; nothing on a CPU.
         """
         if not 0 < executed <= policy.shape[0]:
             raise ValueError(f"actor: executed must be 1 to {policy.shape[0]}, but is {executed}")
         self.policy, self.value_head, self.interface = policy, value_head, interface
         self.flow, self.executed, self.version = flow, executed, version
+        self.store = store or HostStore(policy)
+        self._sampler = Sampler(policy, value_head, flow, graphs=graphs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The policy's."""
+        return self.policy.shape
 
     def act(self, observations: Sequence[Observation], draws: Sequence[Draws]) -> list[Decision]:
         """A decision for each observation, with its own draws."""
         encoded = self.policy.encode(self.interface.batch(observations))
-        sample = self.policy.sample(encoded, self.flow, side_by_side(draws))
-        with torch.no_grad():
-            values = self.value_head(self.policy.pooled(encoded)).cpu()
+        sample, values = self._sampler(encoded, side_by_side(draws))
         actions = self.interface.actions(sample.action[:, : self.executed, : self.policy.action_dim])
-        records = encoded.records(self.policy.tag)
-        there = _on_cpu(sample)
+        records = self.store.keep(encoded, self.policy.tag, observations)
+        there, value = sample.mapped(torch.Tensor.cpu), values.tolist()
         return [
             Decision(
                 record=record,
-                value=float(values[i]),
+                value=value[i],
                 actions=actions[i],
                 x=there.x[i],
                 x_next=there.x_next[i],
@@ -97,14 +112,3 @@ class Actor:
         published.load(self.policy, self.value_head, heads)
         streams.wait(self.policy.device)  # whoever published may free them now
         self.version = version
-
-
-def _on_cpu(sample: Sample) -> Sample:
-    return Sample(
-        action=sample.action.cpu(),
-        k=sample.k.cpu(),
-        noise_level=sample.noise_level.cpu(),
-        x=sample.x.cpu(),
-        x_next=sample.x_next.cpu(),
-        log_prob=sample.log_prob.cpu(),
-    )

@@ -8,13 +8,14 @@ are ready act at once; sums may round otherwise then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from somaspeed_patch.rl import env_process, flow_sde
-from somaspeed_patch.rl.actor import Actor, Decision
+from somaspeed_patch.rl.actor import Acts, Decision
 from somaspeed_patch.rl.env_pool import EnvPool, Failed
 from somaspeed_patch.rl.env_process import Observation
 from somaspeed_patch.rl.flow_sde import Draws
@@ -39,6 +40,8 @@ class Plan:
     """an episode that is cut at the horizon is worth what comes after it; False: as if it had ended there, as
     in published runs. Where only success ends an episode, a critic that errs makes being cut attractive: the
     test world's success fell from 0.75 to 0 with it, and rose to 0.8 without"""
+    films: int = 0
+    """episodes of each rollout that are filmed, the first ones, dealt round the slots"""
 
     def __post_init__(self) -> None:
         if self.episodes < 1 or not self.init_states:
@@ -50,6 +53,8 @@ class _Seat:
     """One slot's episode."""
 
     slot: int
+    number: int
+    """of the slot, among those of all pools"""
     episode: int
     rng: torch.Generator
     seen: Observation | None = None
@@ -57,6 +62,22 @@ class _Seat:
     chunks: list[Chunk] = field(default_factory=list)
     cut: bool = False
     """the episode is over, but what comes after it needs a value"""
+    film: list[NDArray[np.uint8]] | None = None
+    """what was seen so far of an episode that is filmed"""
+    instruction: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Film:
+    """Of one episode."""
+
+    slot: int
+    episode: int
+    success: bool
+    instruction: str
+    """of the task; "" where the environment gives none"""
+    pictures: list[NDArray[np.uint8]]
+    """[H, W, 3] each: after the reset and after every environment step; empty without images"""
 
 
 @dataclass
@@ -67,6 +88,7 @@ class Rollout:
     failures: list[Failed]
     state: list[int] = field(default_factory=list)
     """of the collector behind it, see `Collector.resume`"""
+    films: list[Film] = field(default_factory=list)
 
     @property
     def success(self) -> float:
@@ -85,10 +107,12 @@ class Collector:
     def __init__(self, pool: EnvPool, plan: Plan) -> None:
         self._pool, self._plan = pool, plan
         self._played = [0] * len(pool)
+        self.first_slot = 0
+        """number of the pool's first slot among those of all pools: it decides draws and initial states"""
         self._left = [0] * len(pool)
         self._stopping = False
 
-    def collect(self, actor: Actor, phases: Phases | None = None) -> Rollout:
+    def collect(self, actor: Acts, phases: Phases | None = None) -> Rollout:
         """One rollout, with the actor's version.
 
         Raises: RuntimeError: an environment was lost too often, see `EnvPool`, or `stop` was called.
@@ -105,7 +129,7 @@ class Collector:
             for slot, result in results:
                 seat = seats[slot]
                 if isinstance(result, Failed):
-                    rollout.failures.append(result)
+                    rollout.failures.append(replace(result, slot=seat.number))
                     seats[slot] = self._begin(slot, seat)
                 else:
                     self._take(seat, result)
@@ -113,8 +137,13 @@ class Collector:
             with phases.of("predict"):
                 self._decide(actor, seats, rollout)
         rollout.trajectories.sort(key=lambda each: (each.episode, each.env))
-        rollout.state = list(self._played)
+        rollout.state = self.state
         return rollout
+
+    @property
+    def state(self) -> list[int]:
+        """Episodes that each slot has begun, see `resume`."""
+        return list(self._played)
 
     def stop(self) -> None:
         """Let `collect`, in another thread, end with an error before its next chunk."""
@@ -134,11 +163,18 @@ class Collector:
             self._left[slot] -= 1
         else:
             episode = again.episode
-        seeds = np.random.SeedSequence([self._plan.seed, slot, episode])
+        number = self.first_slot + slot
+        seeds = np.random.SeedSequence([self._plan.seed, number, episode])
         rng = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
         choice = int(torch.randint(len(self._plan.init_states), (), generator=rng))
-        self._pool.submit_reset(slot, self._plan.init_states[choice])
-        return _Seat(slot, episode, rng)
+        filmed = again.film is not None if again else self._filmed(slot)
+        self._pool.submit_reset(slot, self._plan.init_states[choice], filmed=filmed)
+        return _Seat(slot, number, episode, rng, film=[] if filmed else None)
+
+    def _filmed(self, slot: int) -> bool:
+        """Whether the episode that this slot begins is one of the rollout's first `films`."""
+        nth = self._plan.episodes - 1 - self._left[slot]  # of this slot in this rollout
+        return nth * len(self._pool) + slot < self._plan.films
 
     def _results(self) -> list[tuple[int, Observation | env_process.Chunk | Failed]]:
         """Those that are in; in lockstep those of all slots that play, in order."""
@@ -149,7 +185,7 @@ class Collector:
             found += self._pool.ready()
         return sorted(found, key=lambda each: each[0])
 
-    def _decide(self, actor: Actor, seats: dict[int, _Seat], rollout: Rollout) -> None:
+    def _decide(self, actor: Acts, seats: dict[int, _Seat], rollout: Rollout) -> None:
         """All that have seen something act; those that were cut are only valued."""
         waiting = [seat for seat in seats.values() if seat.seen is not None]
         if not waiting:
@@ -163,7 +199,7 @@ class Collector:
                 seat.decision, seat.seen = decision, None
                 self._pool.submit_step(seat.slot, decision.actions)
 
-    def _finish(self, actor: Actor, seats: dict[int, _Seat], rollout: Rollout) -> None:
+    def _finish(self, actor: Acts, seats: dict[int, _Seat], rollout: Rollout) -> None:
         """Episodes that are over and need no value."""
         over = [seat for seat in seats.values() if seat.seen is not None and _ended(seat) and not seat.cut]
         for seat in over:
@@ -174,13 +210,15 @@ class Collector:
     ) -> None:
         """Keep an episode, and begin the slot's next one if there is any."""
         rollout.trajectories.append(_trajectory(seat, version, value))
+        if seat.film is not None:
+            rollout.films.append(_film(seat, seat.film, rollout.trajectories[-1].success))
         if self._left[seat.slot] > 0:
             seats[seat.slot] = self._begin(seat.slot)
         else:
             del seats[seat.slot]
 
-    def _draws(self, actor: Actor, seat: _Seat) -> Draws:
-        drawn = flow_sde.draw(1, actor.policy.shape, actor.flow, seat.rng, ignore_last=self._plan.ignore_last)
+    def _draws(self, actor: Acts, seat: _Seat) -> Draws:
+        drawn = flow_sde.draw(1, actor.shape, actor.flow, seat.rng, ignore_last=self._plan.ignore_last)
         if self._plan.noise:
             return drawn
         return Draws(noise=drawn.noise, step_noise=drawn.step_noise, k=torch.full_like(drawn.k, -1))
@@ -189,11 +227,33 @@ class Collector:
         """What a slot answered: the first observation, or what became of its chunk."""
         if not isinstance(result, env_process.Chunk):
             seat.seen = result
+            _watch_reset(seat, result)
             return
         if seat.decision is None:
             raise RuntimeError(f"rollout: slot {seat.slot} answered a step that it was not asked for")
         seat.chunks.append(_chunk(seat.decision, result))
+        if seat.film is not None:
+            seat.film.extend(result.pictures)
         seat.seen, seat.cut = result.observation, bool(result.truncated.any()) and self._plan.bootstrap
+
+
+def _watch_reset(seat: _Seat, seen: Observation) -> None:
+    """The first picture of a film."""
+    shown = env_process.picture(seen)
+    if seat.film is not None and shown is not None:
+        seat.film.append(shown)
+    if seat.film is not None and env_process.INSTRUCTION in seen:
+        seat.instruction = str(seen[env_process.INSTRUCTION])
+
+
+def _film(seat: _Seat, pictures: list[NDArray[np.uint8]], success: bool) -> Film:
+    return Film(
+        slot=seat.number,
+        episode=seat.episode,
+        success=success,
+        instruction=seat.instruction,
+        pictures=pictures,
+    )
 
 
 def _chunk(decision: Decision, result: env_process.Chunk) -> Chunk:
@@ -208,7 +268,7 @@ def _chunk(decision: Decision, result: env_process.Chunk) -> Chunk:
 def _trajectory(seat: _Seat, version: int, value: float | None) -> Trajectory:
     """Of an episode that ended (no value), or was cut where this is what comes after it."""
     return Trajectory(
-        env=seat.slot,
+        env=seat.number,
         episode=seat.episode,
         version=version,
         chunks=seat.chunks,

@@ -123,17 +123,18 @@ class EnvPool:
         """End every worker; calling it again is harmless."""
         self._close()
 
-    def submit_reset(self, slot: int, init_state: int, seed: int = 0) -> None:
+    def submit_reset(self, slot: int, init_state: int, seed: int = 0, *, filmed: bool = False) -> None:
         """Ask a slot for a new episode; the result is an `Observation`.
 
         Args:
             init_state: index into the task's initial states.
             seed: places what an initial state does not contain, see `Simulator.reset`.
+            filmed: render every step of the episode, see `Chunk.pictures`.
         Raises: ValueError: the slot still owes a result. RuntimeError: the pool is closed.
         """
         worker = self._idle(slot)
         worker.episode = False
-        self._request(worker, ("reset", init_state, seed))
+        self._request(worker, ("reset", init_state, seed, filmed))
 
     def submit_step(self, slot: int, actions: ArrayLike) -> None:
         """Ask a slot to execute an action chunk; the result is a `Chunk`.

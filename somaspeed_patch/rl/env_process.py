@@ -3,12 +3,12 @@
 The process is spawned, never forked: MuJoCo's renderers do not survive a fork. It builds its world, says what
 the world's objects are, then answers one request after the other through a pipe:
 
-    ("reset", init_state, seed)  ->  ("done", Observation)
-    ("step", actions)            ->  ("done", Chunk)
-    anything that raises         ->  ("failed", traceback's text), and the process ends: what a simulator that
-                                     raised would do next nobody knows
+    ("reset", init_state, seed, filmed)  ->  ("done", Observation)
+    ("step", actions)                    ->  ("done", Chunk)
+    anything that raises                 ->  ("failed", traceback's text), and the process ends: what a
+                                             simulator that raised would do next nobody knows
 
-An observation is rendered once a request, after the last step executed.
+An observation is rendered once a request, after the last step executed; of a filmed episode every step is.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Chunk:
     """Steps executed, 1 to C: those behind the first done are not."""
     observation: Observation
     """After the last executed step, the episode's last one included."""
+    pictures: tuple[NDArray[np.uint8], ...] = ()
+    """Of a filmed episode, after every executed step, see `picture`."""
 
     @property
     def done(self) -> bool:
@@ -101,11 +103,12 @@ class Episodes:
         """Args: horizon: of `EnvSpec`."""
         self._world, self._horizon = world, horizon
         self._left: int | None = None  # steps to the horizon, None before a reset
+        self._filmed = False
 
-    def reset(self, init_state: int, seed: int) -> Observation:
+    def reset(self, init_state: int, seed: int, filmed: bool = False) -> Observation:
         """Begin an episode; the observation that the first chunk is chosen from."""
         self._world.reset(init_state, seed)
-        self._left = self._horizon
+        self._left, self._filmed = self._horizon, filmed
         return self._observe("after the reset")
 
     def step(self, actions: NDArray[np.float32]) -> Chunk:
@@ -117,23 +120,30 @@ class Episodes:
         left = self._left
         if left is None:
             raise ValueError("env: no episode is on; reset before the first step and after the last")
-        solved, executed = False, 0
+        solved, seen = False, list[Observation]()
+        executed = 0
         while not solved and executed < min(len(actions), left):
             solved = self._world.step(actions[executed])
             executed += 1
+            if self._filmed:
+                seen.append(self._observe(f"after step {executed} of the chunk"))
         cut = not solved and executed == left
         self._left = None if solved or cut else left - executed
-        return self._chunk(len(actions), executed, solved=solved, cut=cut)
+        return self._chunk(len(actions), executed, seen, solved=solved, cut=cut)
 
-    def _chunk(self, length: int, executed: int, *, solved: bool, cut: bool) -> Chunk:
+    def _chunk(
+        self, length: int, executed: int, seen: list[Observation], *, solved: bool, cut: bool
+    ) -> Chunk:
         last = np.arange(length) == executed - 1
         terminated, truncated = last & solved, last & cut
+        shown = [picture(each) for each in seen]
         return Chunk(
             rewards=terminated.astype(np.float32),
             terminated=terminated,
             truncated=truncated,
             executed=executed,
-            observation=self._observe(f"after step {executed} of the chunk"),
+            observation=seen[-1] if seen else self._observe(f"after step {executed} of the chunk"),
+            pictures=tuple(each for each in shown if each is not None),
         )
 
     def _observe(self, when: str) -> Observation:
@@ -142,6 +152,12 @@ class Episodes:
             if name != INSTRUCTION and not np.isfinite(value).all():
                 raise ValueError(f"env: {name} is not finite {when}; the simulation has diverged")
         return seen
+
+
+def picture(observation: Observation) -> NDArray[np.uint8] | None:
+    """[H, W of all, 3] uint8, an observation's images side by side in its order; None: it has none."""
+    images = [each for each in observation.values() if each.dtype == np.uint8 and each.shape[2:] == (3,)]
+    return np.concatenate(images, axis=1) if images else None
 
 
 def check_actions(actions: NDArray[np.float32]) -> None:

@@ -6,7 +6,7 @@ its padding; a batch is many of them side by side, each sample's valid tokens fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,14 +59,44 @@ class Features:
         """N."""
         return next((each.shape[2] for each in self.tokens.values()), 0)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name: what a graph has to be given."""
+        return {
+            **{f"tokens/{name}": each for name, each in self.tokens.items()},
+            **{f"fixed/{name}": each for name, each in self.fixed.items()},
+            "length": self.length,
+        }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Features:
+        """What `tensors` gave, among others."""
+        return cls(tokens=below("tokens/", tensors), length=tensors["length"], fixed=below("fixed/", tensors))
+
+    def padded(self, rows: int, tokens: int) -> Features:
+        """With more samples, copies of the last one, and with more tokens, zeros that are not valid."""
+        more, size = rows - len(self.length), self.tokens_per_sample
+        index = torch.arange(rows, device=self.length.device).clamp(max=len(self.length) - 1)
+        if more < 0 or (self.tokens and tokens < size):
+            raise ValueError(f"features: {len(self.length)} samples of {size} tokens are not padded by less")
+        return Features(
+            tokens={name: _longer(each[:, index], tokens) for name, each in self.tokens.items()},
+            length=self.length[index],
+            fixed={name: each[index] for name, each in self.fixed.items()},
+        )
+
     def records(self, tag: Tag) -> list[Record]:
         """Each sample by itself, copied to the CPU without its padding."""
         tokens = {name: each.cpu() for name, each in self.tokens.items()}
         fixed = {name: each.cpu() for name, each in self.fixed.items()}
+        there = Features(tokens=tokens, length=self.length, fixed=fixed)
+        return [each.copied(torch.Tensor.clone) for each in there.views(tag)]
+
+    def views(self, tag: Tag) -> list[Record]:
+        """Each sample by itself without its padding, where it is; not copied."""
         return [
             Record(
-                tokens={name: each[:, i, :size].clone() for name, each in tokens.items()},
-                fixed={name: each[i].clone() for name, each in fixed.items()},
+                tokens={name: each[:, i, :size] for name, each in self.tokens.items()},
+                fixed={name: each[i] for name, each in self.fixed.items()},
                 tag=tag,
             )
             for i, size in enumerate(self.length.tolist())
@@ -75,7 +105,7 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Of one sample, on the CPU."""
+    """Of one sample, on one device."""
 
     tokens: Mapping[str, Tensor]
     """[L, n, ...] each"""
@@ -93,14 +123,25 @@ class Record:
         """What it takes to keep."""
         return sum(each.nbytes for each in (*self.tokens.values(), *self.fixed.values()))
 
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Record:
+        """The same of copies."""
+        return Record(
+            tokens={name: copy(each) for name, each in self.tokens.items()},
+            fixed={name: copy(each) for name, each in self.fixed.items()},
+            tag=self.tag,
+        )
 
-def batch(records: Sequence[Record], tag: Tag, *, tokens: int | None = None) -> Features:
-    """Records side by side, on the CPU.
+
+def batch(
+    records: Sequence[Record], tag: Tag, *, tokens: int | None = None, device: torch.device | None = None
+) -> Features:
+    """Records side by side.
 
     Args:
         tag: what they must be of.
         tokens: N, at least the longest; None: the longest. A fixed one keeps shapes, and so compiled graphs
             and the last bits of a sum, independent of which records meet.
+        device: where to; None: where the first is. What is pinned is copied without waiting for it.
     Raises: ValueError: there is none, one is of another tag, layout or longer than `tokens`.
     """
     if not records:
@@ -112,20 +153,43 @@ def batch(records: Sequence[Record], tag: Tag, *, tokens: int | None = None) -> 
     for record in records:
         tag.check(record.tag, "features")
         _check_layout(record, first)
+    length = torch.tensor([record.length for record in records], dtype=torch.int32)
+    if device is None and first.tokens:
+        device = next(iter(first.tokens.values())).device
     return Features(
-        tokens={name: _side_by_side(records, name, tokens or longest) for name in first.tokens},
-        length=torch.tensor([record.length for record in records], dtype=torch.int32),
-        fixed={name: torch.stack([record.fixed[name] for record in records]) for name in first.fixed},
+        tokens={name: _side_by_side(records, name, tokens or longest, device) for name in first.tokens},
+        length=_moved(length, device),
+        fixed={n: _moved(torch.stack([each.fixed[n] for each in records]), device) for n in first.fixed},
     )
 
 
-def _side_by_side(records: Sequence[Record], name: str, size: int) -> Tensor:
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+
+
+def _longer(values: Tensor, tokens: int) -> Tensor:
+    """[L, B, tokens, ...], zeros at the end."""
+    more = values.new_zeros(*values.shape[:2], tokens - values.shape[2], *values.shape[3:])
+    return torch.cat([values, more], dim=2)
+
+
+def _side_by_side(records: Sequence[Record], name: str, size: int, device: torch.device | None) -> Tensor:
     """[L, B, N, ...], zeros behind each sample's tokens: garbage there could be NaN."""
     like = records[0].tokens[name]
-    found = like.new_zeros(like.shape[0], len(records), size, *like.shape[2:])
+    found = like.new_zeros(like.shape[0], len(records), size, *like.shape[2:], device=device)
     for index, record in enumerate(records):
-        found[:, index, : record.length] = record.tokens[name]
+        found[:, index, : record.length].copy_(record.tokens[name], non_blocking=True)
     return found
+
+
+def _moved(values: Tensor, device: torch.device | None) -> Tensor:
+    """On another device; masks and lengths keep a twin on the CPU, which no step has to wait for."""
+    if device is None:
+        return values
+    there = values.to(device, non_blocking=True)
+    facts.moved(values, there)
+    return there
 
 
 def _check_layout(record: Record, first: Record) -> None:
@@ -137,21 +201,6 @@ def _check_layout(record: Record, first: Record) -> None:
 
 def _shown(values: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {each.dtype}" for name, each in values.items()) or "none"
-
-
-def moved(found: Features, device: torch.device, *, non_blocking: bool = False) -> Features:
-    """The same on another device; masks and lengths keep a twin on the CPU, which no step has to wait for."""
-
-    def move(each: Tensor) -> Tensor:
-        there = each.to(device, non_blocking=non_blocking)
-        facts.moved(each, there)
-        return there
-
-    return Features(
-        tokens={name: move(each) for name, each in found.tokens.items()},
-        length=move(found.length),
-        fixed={name: move(each) for name, each in found.fixed.items()},
-    )
 
 
 def leading(length: Tensor, size: int) -> Tensor:

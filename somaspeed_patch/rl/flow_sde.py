@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Literal
 
@@ -52,8 +52,9 @@ def time(steps: int, k: int) -> float:
     return 1.0 + k * (-1.0 / steps)
 
 
+@cache
 def times(steps: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """[K], s_k of each step."""
+    """[K], s_k of each step; one tensor for all, because a CUDA graph cannot record its way to the GPU."""
     return torch.tensor([time(steps, k) for k in range(steps)], dtype=dtype, device=device)
 
 
@@ -161,9 +162,13 @@ class Draws:
     k: Tensor
     """[B] int64, that step; below 0: no step of this sample has noise"""
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Draws:
+        """Each tensor changed."""
+        return Draws(noise=change(self.noise), step_noise=change(self.step_noise), k=change(self.k))
+
     def to(self, device: torch.device) -> Draws:
         """The same on another device."""
-        return Draws(noise=self.noise.to(device), step_noise=self.step_noise.to(device), k=self.k.to(device))
+        return self.mapped(lambda each: each.to(device))
 
 
 def draw(
@@ -217,6 +222,10 @@ class Sample:
     """[B, H, A] fp32, and after it"""
     log_prob: Tensor
     """[B, H, A] fp32, of x_next"""
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Sample:
+        """Each tensor changed."""
+        return Sample(**{each.name: change(getattr(self, each.name)) for each in fields(self)})
 
 
 def sample(

@@ -7,47 +7,61 @@ backbone is not run. The order of the samples depends on seed and iteration only
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from somaspeed_patch.optim import FusedAdamW
-from somaspeed_patch.rl import advantages, flow_sde, ppo, samples, scores
-from somaspeed_patch.rl import features as cached
+from somaspeed_patch.rl import advantages, ppo, samples
 from somaspeed_patch.rl.features import Features
 from somaspeed_patch.rl.flow_policy import FlowPolicy
+from somaspeed_patch.rl.graphs import Graphed
+from somaspeed_patch.rl.minibatch import Minibatch, Targets
+from somaspeed_patch.rl.objective import Objective
 from somaspeed_patch.rl.samples import Samples
 from somaspeed_patch.rl.settings import Settings
+from somaspeed_patch.rl.stores import HostStore, Store
 from somaspeed_patch.rl.trajectory import Trajectory
 from somaspeed_patch.rl.value_head import ValueHead
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Targets:
-    """What the samples of an iteration are trained towards, [N] each."""
-
-    advantages: Tensor
-    proximal: Tensor | None
-    """log-probability of the policy the iteration began with; None: all samples are of it"""
-    behaviour: Tensor
-    lag: Tensor
-    """[N] int64, versions since the policy that acted"""
 
 
 class Learner:
     """Owns the optimizer; policy and value head are trained in place."""
 
-    def __init__(self, policy: FlowPolicy, value_head: ValueHead, settings: Settings) -> None:
+    def __init__(
+        self,
+        policy: FlowPolicy,
+        value_head: ValueHead,
+        settings: Settings,
+        *,
+        store: Store | None = None,
+        graphs: bool = True,
+    ) -> None:
+        """Take what trains.
+
+        Args:
+            store: where features wait; None: on the host.
+            graphs: replay CUDA graphs of forward and backward; nothing on a CPU.
+        """
         self.policy, self.value_head, self.settings = policy, value_head, settings
+        self.store = store or HostStore(policy)
         self.version = 0
         """policies made so far; the next one is published under version + 1"""
         self.steps = 0
         """optimizer steps"""
         self.optimizer = self._optimizer()
+        self._objective = Objective(policy, value_head, settings)
+        trained = [*policy.trainable().values(), *value_head.parameters()]
+        self._graphed = graphs and policy.device.type == "cuda"
+        self._replayed = Graphed(self._objective.backward, trained, "learner")
+
+    @property
+    def replays(self) -> int:
+        """Microbatches that were replays of a CUDA graph."""
+        return self._replayed.replays
 
     def _optimizer(self) -> FusedAdamW:
         """fp32 masters: one step at 5e-6 would change 8 % of bf16 weights."""
@@ -74,11 +88,7 @@ class Learner:
             trajectories, gamma=settings.gamma, lam=settings.lam, equal_weight=settings.equal_weight
         )
         targets = self._targets(found)
-        updates = [
-            self._update(found, targets, chosen)
-            for epoch in range(settings.update_epoch)
-            for chosen in self._global_batches(len(found), epoch)
-        ]
+        updates = list(self._updates(found, targets))
         self.version += 1
         return {
             **_means(updates),
@@ -88,30 +98,50 @@ class Learner:
             "charts/lag": float((self.version - 1 - found.version).float().mean()),
         }
 
-    def _targets(self, found: Samples) -> _Targets:
+    def _targets(self, found: Samples) -> Targets:
         settings = self.settings
-        gained = found.advantages
-        behaviour = self._reduced(found.log_prob)
         lag = self.version - found.version
         if (lag < 0).any():
             newest = int(found.version.max())
             raise ValueError(f"learner: samples of version {newest}, but it is at {self.version}")
-        stale = bool((lag > 0).any())
-        recompute = stale and settings.proximal == "recompute"
-        return _Targets(
+        gained, stale = found.advantages, bool((lag > 0).any())
+        targets = Targets(
+            x=found.x, x_next=found.x_next, k=found.k, noise_level=found.noise_level,
+            behaviour=self._objective.reduced(found.log_prob), proximal=None,
+            lag=lag if stale and settings.proximal == "interpolate" else None,
             advantages=advantages.normalised(gained) if settings.normalise_advantages else gained,
-            proximal=self._proximal(found) if recompute else None,
-            behaviour=behaviour,
-            lag=lag,
+            values=found.values, returns=found.returns, weights=found.weights,
+        ).to(self.policy.device)  # fmt: skip
+        recompute = stale and settings.proximal == "recompute"
+        return replace(targets, proximal=self._proximal(found, targets)) if recompute else targets
+
+    @torch.no_grad()
+    def _proximal(self, found: Samples, targets: Targets) -> Tensor:
+        """[N, ...] log-probabilities under the weights the iteration begins with."""
+        parts = torch.split(torch.arange(len(found)), self.settings.micro_batch)
+        every = zip(parts, self._features(found, parts), strict=True)
+        return torch.cat(
+            [self._objective.log_prob(encoded, self._rows(targets, part)) for part, encoded in every]
         )
 
-    def _proximal(self, found: Samples) -> Tensor:
-        """[N] on the CPU: log-probabilities under the weights the iteration begins with."""
-        parts = []
-        with torch.no_grad():
-            for chosen in torch.split(torch.arange(len(found)), self.settings.micro_batch):
-                parts.append(self._log_prob(found, chosen, self._features(found, chosen)).cpu())
-        return torch.cat(parts)
+    def _updates(self, found: Samples, targets: Targets) -> Iterator[dict[str, Tensor]]:
+        """Every optimizer step of an iteration; what is logged of each."""
+        settings = self.settings
+        steps = [
+            torch.split(chosen, settings.micro_batch)
+            for epoch in range(settings.update_epoch)
+            for chosen in self._global_batches(len(found), epoch)
+        ]
+        every = self._features(found, [part for parts in steps for part in parts])
+        for parts in steps:
+            count = sum(len(part) for part in parts)
+            yield self._update(
+                Minibatch(
+                    encoded=next(every), targets=self._rows(targets, part),
+                    share=torch.tensor(len(part) / count, device=self.policy.device),
+                )
+                for part in parts
+            )  # fmt: skip
 
     def _global_batches(self, count: int, epoch: int) -> Iterator[Tensor]:
         """Indices of the samples of each optimizer step, every sample once."""
@@ -119,14 +149,13 @@ class Learner:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         yield from torch.split(order, self.settings.global_batch)
 
-    def _update(self, found: Samples, targets: _Targets, chosen: Tensor) -> dict[str, Tensor]:
-        """One optimizer step over some samples, in microbatches; what is logged of it."""
+    def _update(self, batches: Iterable[Minibatch]) -> dict[str, Tensor]:
+        """One optimizer step over microbatches; what is logged of it."""
         sums: dict[str, Tensor] = {}
-        self.optimizer.zero_grad(set_to_none=True)
-        for part in torch.split(chosen, self.settings.micro_batch):
-            share = len(part) / len(chosen)
-            for name, value in self._backward(found, targets, part, share).items():
-                _add(sums, name, value.detach() * share)
+        self._zero_grad()
+        for batch in batches:
+            for name, value in self._backward(batch).items():
+                _add(sums, name, value * batch.share)
         norm = self.optimizer.clip_grad_norm_(self.settings.max_grad_norm)
         if not math.isfinite(float(norm)):  # the step's only wait for the device
             raise ValueError(
@@ -136,64 +165,24 @@ class Learner:
         self.steps += 1
         return {**sums, "losses/grad_norm": norm}
 
-    def _backward(self, found: Samples, targets: _Targets, part: Tensor, share: float) -> dict[str, Tensor]:
+    def _backward(self, batch: Minibatch) -> dict[str, Tensor]:
         """Accumulate the gradients of a microbatch; what is logged of it."""
-        settings, device = self.settings, self.policy.device
-        encoded = self._features(found, part)
-        values = self.value_head(self.policy.pooled(encoded))
-        weights = found.weights[part].to(device)
-        critic = ppo.value_loss(
-            values, found.values[part].to(device), found.returns[part].to(device), settings.clips, weights
-        )
-        loss = settings.value_coefficient * critic
-        metrics = {"losses/value_loss": critic}
-        if self.steps >= settings.critic_warmup:
-            actor = self._policy_loss(found, targets, part, encoded, weights)
-            loss = loss + actor.loss
-            metrics |= {
-                "losses/policy_loss": actor.loss, "losses/approx_kl": actor.approx_kl,
-                "losses/old_approx_kl": actor.old_approx_kl, "losses/clipfrac": actor.clipfrac,
-                "losses/kept": actor.kept,
-            }  # fmt: skip
-        (loss * share).backward()  # type: ignore[no-untyped-call]
-        return metrics
+        if self.steps < self.settings.critic_warmup:
+            return self._objective.backward(batch.tensors(), actor=False)
+        return (self._replayed if self._graphed else self._objective.backward)(batch.tensors())
 
-    def _policy_loss(
-        self, found: Samples, targets: _Targets, part: Tensor, encoded: Features, weights: Tensor
-    ) -> ppo.PolicyLoss:
-        device = self.policy.device
-        logp = self._log_prob(found, part, encoded)
-        behaviour = targets.behaviour[part].to(device)
-        old, acted = behaviour, None
-        if targets.proximal is not None:
-            old, acted = targets.proximal[part].to(device), behaviour
-        elif bool((targets.lag > 0).any()):
-            lag = targets.lag[part].to(device).view(-1, *(1,) * (logp.ndim - 1))
-            old, acted = ppo.interpolated(logp, behaviour, lag), behaviour
-        gained = _like(targets.advantages[part].to(device), logp)
-        return ppo.policy_loss(
-            logp, old, gained, self.settings.clips, weights=_like(weights, logp), logp_behaviour=acted
-        )
+    def _zero_grad(self) -> None:
+        """A graph adds to the gradients where they lay when it was recorded."""
+        warm = self.steps >= self.settings.critic_warmup
+        self.optimizer.zero_grad(set_to_none=not (self._graphed and warm))
 
-    def _log_prob(self, found: Samples, part: Tensor, encoded: Features) -> Tensor:
-        """Of some samples under the weights as they are now; differentiable."""
-        device = self.policy.device
-        x, x_next, k, level = (
-            each[part].to(device) for each in (found.x, found.x_next, found.k, found.noise_level)
-        )
-        velocity = partial(self.policy.velocity, encoded)
-        score = flow_sde.replay(velocity, x, x_next, k, level, self.settings.flow)
-        return self._reduced(score)
+    def _rows(self, targets: Targets, part: Tensor) -> Targets:
+        return targets.rows(part.to(self.policy.device))
 
-    def _reduced(self, score: Tensor) -> Tensor:
-        settings = self.settings
-        executed = (settings.executed, self.policy.action_dim)
-        return scores.reduced(score, executed, settings.level, settings.scope)
-
-    def _features(self, found: Samples, part: Tensor) -> Features:
-        records = [found.records[index] for index in part.tolist()]
-        together = cached.batch(records, self.policy.tag, tokens=self.settings.tokens)
-        return cached.moved(together, self.policy.device)
+    def _features(self, found: Samples, parts: Iterable[Tensor]) -> Iterator[Features]:
+        """Of one part after the other."""
+        kept = ([found.records[index] for index in part.tolist()] for part in parts)
+        return self.store.ahead(kept, self.policy.tag, self.settings.tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, value head and counters; the policy's weights are in its own checkpoint."""
@@ -222,8 +211,3 @@ def _means(updates: Sequence[dict[str, Tensor]]) -> dict[str, float]:
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
     sums[name] = sums[name] + value if name in sums else value
-
-
-def _like(values: Tensor, target: Tensor) -> Tensor:
-    """[B] as target's [B, ...]."""
-    return values.view(-1, *(1,) * (target.ndim - 1)).expand(target.shape)

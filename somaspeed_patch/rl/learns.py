@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     args = _parser().parse_args(words)
     torch.set_num_threads(1)
     settings = _settings(args)
-    episodes = load(args.demonstrations)[: args.demonstrated]
+    episodes = [each for file in args.demonstrations for each in load(file)][: args.demonstrated]
     policy, loss = clone(episodes, horizon=args.executed, steps=args.clone_steps, seed=args.seed)
     spec = EnvSpec(task=args.task, horizon=args.horizon)
     with EnvPool([spec] * args.slots) as pool:
@@ -70,7 +70,9 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="learns")
-    parser.add_argument("--demonstrations", type=Path, required=True, help="what libero_states wrote")
+    parser.add_argument(
+        "--demonstrations", type=Path, nargs="+", required=True, help="what libero_states wrote"
+    )
     parser.add_argument("--demonstrated", type=int, default=20, help="how many of them are cloned")
     parser.add_argument("--clone-steps", type=int, default=2000)
     parser.add_argument("--task", type=int, default=0)

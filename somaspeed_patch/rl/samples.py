@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch.rl import advantages as adv
-from somaspeed_patch.rl.features import Record
+from somaspeed_patch.rl.stores import Kept
 from somaspeed_patch.rl.trajectory import Chunk, Trajectory
 
 
@@ -17,7 +17,7 @@ from somaspeed_patch.rl.trajectory import Chunk, Trajectory
 class Samples:
     """N chunks of all trajectories, one behind the other, on the CPU."""
 
-    records: Sequence[Record]
+    records: Sequence[Kept]
     x: Tensor
     """[N, H, A]"""
     x_next: Tensor

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from somaspeed_patch.rl.features import Record
+from somaspeed_patch.rl.stores import Kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """One observation, the action chunk it led to, and what the environment said. On the CPU."""
 
-    record: Record
+    record: Kept
     """the observation's features"""
     x: Tensor
     """[H, A] fp32, the latent before the stochastic step"""
