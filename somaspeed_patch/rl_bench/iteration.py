@@ -11,13 +11,13 @@ environments' own rate is theirs with actions that come from nowhere in no time.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,13 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         own = [_env_rate(pool, args) for _ in range(args.env_repeats)]
         log.info("environments alone: %s env steps/s", [round(each, 1) for each in own])
         subject = parts.subject(args.size, device)
-        cells = [_cell(subject, pool, arm, epochs, args) for epochs in args.epochs for arm in args.arms]
-    found = {**parts.head("RL iteration", args), "env_steps_per_second": own, "cells": cells}
+        found = {**parts.head("RL iteration", args), "env_steps_per_second": own, "cells": []}
+        for epochs, arm in itertools.product(args.epochs, args.arms):
+            found["cells"].append(_cell(subject, pool, arm, epochs, args))
+            if args.out:
+                args.out.write_text(json.dumps(found, indent=2) + "\n")
     for each in _summary(found):
         log.info("%s", each)
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
     return found
 
 
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl_bench.iteration")
     parser.add_argument("--size", default="full")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 2, 4], help="update_epoch")
+    parser.add_argument("--epochs", type=int, nargs="+", default=[4, 2, 1], help="update_epoch")
     parser.add_argument("--suite", default="libero_spatial")
     parser.add_argument("--task", type=int, default=0)
     parser.add_argument("--factory", default=LIBERO)
@@ -122,10 +123,10 @@ def _cell(
 
 
 def _timed(run: Iterator[Iteration], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for _ in islice(run, args.warm_up):
+    for _ in itertools.islice(run, args.warm_up):
         pass
     begun = time.perf_counter()
-    for each in islice(run, args.iterations):
+    for each in itertools.islice(run, args.iterations):
         now = time.perf_counter()
         yield {
             "seconds": now - begun,
