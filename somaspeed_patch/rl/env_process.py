@@ -36,6 +36,7 @@ INSTRUCTION = "instruction"
 """The name of an observation's text, an array without dimensions: what the policy is asked to do."""
 LIBERO = "somaspeed_patch.rl.env_libero:LiberoWorld"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NICE = 5  # with more environments than cores, the policy that they all wait for goes first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,7 @@ def main(pipe: Connection, spec: EnvSpec, parent: int, *, die_with_parent: bool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     end_with_parent(parent, by_kernel=die_with_parent)
     set_renderer(spec)
+    os.nice(_NICE)
     try:
         episodes = Episodes(make_world(spec), spec.horizon)
         pipe.send(("ready", None))

@@ -153,5 +153,5 @@ def _summary(found: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     main()

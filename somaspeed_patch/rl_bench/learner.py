@@ -122,5 +122,5 @@ def _ratios(cells: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     main()

@@ -78,14 +78,21 @@ class PromptInterface:
 
 
 def subject(size: str, device: torch.device) -> Subject:
-    """pi0.5 on two cameras; `size` as in a recipe's section `synthetic`. The adapter has to be patched in."""
+    """pi0.5 on two cameras; `size` as in a recipe's section `synthetic`. The adapter has to be patched in.
+
+    On a GPU it computes under autocast to bf16, as accelerate trains it: LeRobot keeps the vision tower's
+    weights in fp32, and without autocast its 27 layers take 62 % of the time of `encode` (measured, H200).
+    """
     recipe = replace(synthetic_recipe.load("pi05_libero"), size=size, chunk=_HORIZON, cameras=2)
     if device.type == "cpu":
         recipe = replace(recipe, dtype="float32")
     host = synthetic_pi05.build(recipe, device)
     vocabulary = host.model.paligemma_with_expert.paligemma.config.text_config.vocab_size
+    autocast = torch.bfloat16 if device.type == "cuda" else None
     return Subject(
-        policy=PI05Flow(host), interface=PromptInterface(recipe, vocabulary, device), recipe=recipe
+        policy=PI05Flow(host, autocast=autocast),
+        interface=PromptInterface(recipe, vocabulary, device),
+        recipe=recipe,
     )
 
 
