@@ -1,4 +1,4 @@
-"""The command line: `somaspeed run | report | features | doctor | ab | layout`."""
+"""The command line: `somaspeed run | report | features | doctor | ab | layout | rl`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=_doctor)
     importlib.import_module("somaspeed_patch.ab.cli").add_arguments(commands)
     importlib.import_module("somaspeed_patch.layouts_plan.cli").add_arguments(commands)
+    importlib.import_module("somaspeed_patch.rl_run.cli").add_arguments(commands)
     return parser
 
 

@@ -142,7 +142,9 @@ def test_the_baseline_against_itself(write):
     assert (again.targets, again.arguments) == (first.targets, first.arguments) and recipe.loader == {}
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name", sorted(file.stem for file in RECIPES.glob("*.yaml") if not file.stem.startswith("rl_"))
+)
 def test_the_shipped_recipes_are_found_by_name(name):
     recipe = load(name)
     assert recipe.baseline.name == "native" and recipe.baseline.targets == ()

@@ -198,12 +198,6 @@ def test_padding_stays_zero():
     assert not found.action[..., 2].any() and found.action[..., :2].all()
 
 
-def test_noise_levels_are_annealed_over_versions():
-    assert flow_sde.annealed(0.7, 0.3, 400, 0) == 0.7
-    assert flow_sde.annealed(0.7, 0.3, 400, 100) == pytest.approx(0.6)
-    assert flow_sde.annealed(0.7, 0.3, 400, 9000) == pytest.approx(0.3)
-
-
 def test_a_samples_own_noise_level_is_replayed():
     found = sampled(Flow(steps=4, noise_level=0.5))
     later = Flow(steps=4, noise_level=0.1)

@@ -207,10 +207,24 @@ def test_bad_samples_are_refused():
         (lambda: replace(SETTINGS, micro_batch=5), "must be a multiple of micro_batch 5"),
         (lambda: replace(SETTINGS, gamma=1.5), "gamma must be within 0 and 1"),
         (lambda: replace(SETTINGS, update_epoch=0), "update_epoch must be at least 1"),
+        (lambda: replace(SETTINGS, schedule="linear"), "constant or cosine"),
         (lambda: replace(SETTINGS, proximal="guess"), "recompute or interpolate"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_the_rates_fall_as_a_cosine_over_iterations_and_a_resume_knows_where():
+    learner = made(schedule="cosine", schedule_iterations=4, schedule_floor=0.1, critic_lr=2e-3)
+    rates = []
+    for version in range(6):
+        learner.version = version  # as after a resume
+        learner.iterate(rollout(learner.policy, learner.value_head, version=version))
+        rates.append([group["lr"] for group in learner.optimizer.param_groups])
+    middle = 0.1 + 0.9 * 0.5
+    assert [actor for actor, _ in rates[::2]] == pytest.approx([1e-3, 1e-3 * middle, 1e-4])
+    assert [critic for _, critic in rates] == pytest.approx([2 * actor for actor, _ in rates])
+    assert rates[5] == rates[4] and rates[1][0] == pytest.approx(1e-3 * (0.1 + 0.9 * (1 + 0.5**0.5) / 2))
 
 
 def test_half_precision_weights_have_fp32_masters():

@@ -43,9 +43,9 @@ def test_returns_of_a_solved_episode():
 
 
 def test_a_cut_episode_is_worth_what_comes_after_it():
-    rewards, final = torch.zeros(3, 1), tensor([[9.0], [9.0], [0.8]])
-    cut = tensor([[False], [False], [True]])
-    assert adv.with_bootstrap(rewards, cut, final, 0.99)[:, 0].tolist() == pytest.approx([0, 0, 0.792])
+    values = tensor([0.5, 0.6, 0.7, 0.8])[:, None]
+    found, _ = adv.gae(torch.zeros(3, 1), values, torch.zeros(3, 1, dtype=torch.bool), 0.99, 0.95)
+    assert found[:, 0].tolist() == pytest.approx([0.262844, 0.179526, 0.092], abs=1e-6)
 
 
 def test_rewards_after_the_end_of_an_episode_do_not_count():
@@ -66,11 +66,6 @@ def test_normalising_over_the_mask():
 def test_normalising_what_has_no_spread_is_zero(values, mask):
     found = adv.normalised(tensor(values), tensor(mask, dtype=torch.bool))
     assert found.tolist() == [0.0] * len(values)
-
-
-def test_chunks_before_the_end():
-    dones = tensor([[0, 1], [1, 0], [0, 1]]).bool()
-    assert adv.before_end(dones).tolist() == [[True, True], [True, False], [False, False]]
 
 
 def test_a_short_trajectory_weighs_as_much_as_a_long_one():

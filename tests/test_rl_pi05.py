@@ -56,6 +56,20 @@ def test_without_noise_it_acts_as_lerobot_does(name):
     assert (found[..., : policy.action_dim] - expected).abs().max() < 2e-6 * moved
 
 
+def test_the_critic_may_read_padding_too_and_nothing_else_changes():
+    policy = made()
+    other = PI05Flow(policy.policy, pool="all")
+    batch = observations(policy)
+    mine, whole = policy.encode(batch), other.encode(batch)
+    assert torch.equal(mine.length, whole.length) and whole.tokens_per_sample == 2 * 4 + 48
+    moved = sampled(policy, mine, FLOW).action
+    assert torch.allclose(sampled(other, whole, FLOW).action, moved, atol=1e-5)
+    full = LENGTHS.index(48)  # without padding the two means are one
+    assert torch.allclose(mine.fixed["pooled"][full], whole.fixed["pooled"][full], atol=1e-4)
+    assert not torch.allclose(mine.fixed["pooled"][1], whole.fixed["pooled"][1], atol=1e-2)
+    assert other.twin().tag == other.tag != policy.tag
+
+
 def hosts_hidden(policy, batch):
     """PaliGemma's last hidden states [B, N, W] and valid tokens, by LeRobot's own functions."""
     from lerobot.policies.pi05.modeling_pi05 import make_att_2d_masks

@@ -110,6 +110,15 @@ def test_a_cut_episode_without_bootstrap_counts_as_ended(pool):
     assert not all(each.success for each in rollout.trajectories)
 
 
+def test_all_that_act_at_once_share_their_step_where_that_is_wanted(pool):
+    _, collector, actor = made(pool, Plan(episodes=2, shared_step=True))
+    for rollout in (collector.collect(actor), collector.collect(actor)):
+        firsts = [each.chunks[0] for each in rollout.trajectories[:SLOTS]]
+        assert len({chunk.k for chunk in firsts}) == 1
+    _, collector, actor = made(pool, Plan(episodes=2))
+    assert len({each.chunks[0].k for each in collector.collect(actor).trajectories}) > 1
+
+
 def test_without_noise_nothing_is_scored(pool):
     _, collector, actor = made(pool, Plan(episodes=2, noise=False))
     rollout = collector.collect(actor)

@@ -115,11 +115,17 @@ def encode(
     masks: Tensor,
     *,
     need_hidden: bool = False,
+    compact: bool | None = None,
 ) -> prefix.Prefix:
-    """The frozen side of a step; arguments as of `split_forward`, `need_hidden` as of `prefix.run`."""
+    """The frozen side of a step; arguments as of `split_forward`, `need_hidden` as of `prefix.run`.
+
+    Args: compact: of `prefix.plan`; None: as the feature compact_tokens says.
+    """
     trunk = _trunk(model, tokens.device)
-    layout = prefix.plan(img_masks, masks, _image_tokens(trunk), bool(features.value("compact_tokens")))
-    _count_compaction(layout)
+    wanted = bool(features.value("compact_tokens")) if compact is None else compact
+    layout = prefix.plan(img_masks, masks, _image_tokens(trunk), wanted)
+    if compact is None:
+        _count_compaction(layout)
     embeddings = _embed(trunk, images, tokens, layout, _compiling(model))
     if _is_bf16(trunk):
         embeddings = embeddings.to(torch.bfloat16)

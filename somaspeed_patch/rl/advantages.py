@@ -23,24 +23,14 @@ def chunk_rewards(rewards: Tensor, dones: Tensor) -> Tensor:
     return torch.where(ended > 0, torch.zeros_like(rewards), rewards).sum(-1)
 
 
-def with_bootstrap(rewards: Tensor, truncated: Tensor, final_values: Tensor, gamma: float) -> Tensor:
-    """[T, B], rewards with the discounted value of the last observation where an episode was cut.
-
-    Args:
-        rewards: [T, B].
-        truncated: [T, B] bool: cut in this chunk, and not terminated in it.
-        final_values: [T, B], value of the observation the chunk ended with; read where truncated.
-    """
-    return rewards + torch.where(truncated, gamma * final_values, torch.zeros_like(rewards))
-
-
 def gae(rewards: Tensor, values: Tensor, dones: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Advantages and returns [T, B].
 
     Args:
-        rewards: [T, B], with the bootstrap of truncated episodes in it.
+        rewards: [T, B].
         values: [T + 1, B], of the observation each chunk began with, and of the last one's end.
-        dones: [T, B] bool, whether the episode ended in the chunk.
+        dones: [T, B] bool, whether the episode ended by itself in the chunk; one that is cut goes on in the
+            last value.
     """
     alive = (~dones).to(rewards.dtype)
     deltas = rewards + gamma * values[1:] * alive - values[:-1]
@@ -63,17 +53,6 @@ def normalised(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
         return torch.zeros_like(advantages)
     scaled = (advantages - kept.mean()) / (kept.std() + _EPSILON)
     return torch.where(counts, scaled, torch.zeros_like(scaled))
-
-
-def before_end(dones: Tensor) -> Tensor:
-    """[T, B] bool: no episode of this environment ended before the chunk; the one it ends in counts.
-
-    For environments that go on to the horizon without a reset.
-
-    Args:
-        dones: [T, B] bool.
-    """
-    return dones.cumsum(0) - dones.long() == 0
 
 
 def trajectory_weights(trajectory: Tensor) -> Tensor:

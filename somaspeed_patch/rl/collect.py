@@ -36,6 +36,8 @@ class Plan:
     noise: bool = True
     """False: without the stochastic step, as for an evaluation"""
     ignore_last: bool = False
+    shared_step: bool = False
+    """all that act at once have the same stochastic step, as in RLinf"""
     bootstrap: bool = False
     """an episode that is cut at the horizon is worth what comes after it; False: as if it had ended there, as
     in published runs. Where only success ends an episode, a critic that errs makes being cut attractive: the
@@ -191,7 +193,10 @@ class Collector:
         if not waiting:
             return
         observations = [seat.seen for seat in waiting if seat.seen is not None]
-        decisions = actor.act(observations, [self._draws(actor, seat) for seat in waiting])
+        draws = [self._draws(actor, seat) for seat in waiting]
+        if self._plan.shared_step:
+            draws = [replace(each, k=draws[0].k) for each in draws]
+        decisions = actor.act(observations, draws)
         for seat, decision in zip(waiting, decisions, strict=True):
             if seat.cut:
                 self._end(seat, seats, rollout, actor.version, decision.value)

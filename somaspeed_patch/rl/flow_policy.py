@@ -141,7 +141,11 @@ class FlowPolicy(ABC):
     def twin(self: P) -> P:
         """The same policy with trainable weights of its own, and this one's frozen ones."""
         shared = {id(tensor): tensor for tensor in self._frozen().values()}
-        return type(self)(copy.deepcopy(self.policy, shared), autocast=self._autocast)
+        return type(self)(copy.deepcopy(self.policy, shared), **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """What it was made with."""
+        return {"autocast": self._autocast}
 
     def _kept(self, encoded: Features) -> Tensor | None:
         """[B, 1, A] fp32, 0 for action dimensions that the policy keeps at 0; None: there are none."""

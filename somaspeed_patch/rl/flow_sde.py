@@ -145,12 +145,6 @@ def log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return torch.where(certain, torch.zeros_like(found), found)
 
 
-def annealed(first: float, last: float, versions: int, version: int) -> float:
-    """a at a policy version: from `first` to `last` in equal steps, then `last`."""
-    share = min(max(version / versions, 0.0), 1.0) if versions > 0 else 1.0
-    return first + (last - first) * share
-
-
 @dataclass(frozen=True, kw_only=True)
 class Draws:
     """All that is random in a sampled chunk."""
@@ -268,7 +262,7 @@ def replay(
 ) -> Tensor:
     """Log-probability [B, H, A] of the stochastic step of `sample`, under the weights as they are now.
 
-    Differentiable in what `velocity` computes. A noise level is a sample's own: it may be annealed since.
+    Differentiable in what `velocity` computes. A noise level is a sample's own.
     """
     at = times(flow.steps, x.device)
     mean, std = step(x, velocity(x, at[k]), k, noise_level, steps=flow.steps, kind=flow.kind)

@@ -60,14 +60,18 @@ class Graphed:
     A computation may add to gradients. It must not wait for the device, draw random numbers or keep tensors.
     """
 
-    def __init__(self, computation: Computation, parameters: Iterable[Tensor], name: str) -> None:
+    def __init__(
+        self, computation: Computation, parameters: Iterable[Tensor], name: str, *, gradients: bool = False
+    ) -> None:
         """Nothing is recorded yet.
 
         Args:
-            parameters: what the computation reads and perhaps has gradients for.
+            parameters: what the computation reads.
             name: for the log.
+            gradients: it adds to those of the parameters.
         """
         self._computation, self._parameters, self._name = computation, list(parameters), name
+        self._gradients = gradients
         self._recordings: dict[Any, _Recording | None] = {}
         self._places: tuple[int, ...] = ()
         self._pool: Any = None
@@ -78,6 +82,7 @@ class Graphed:
         """What the computation gives; copies that later calls leave alone."""
         if self._places != (places := self._where()):
             self._recordings.clear()
+            self._pool = None  # torch has given up the memory of recordings that are no more
         shapes = tuple((name, each.shape, each.dtype) for name, each in inputs.items())
         if shapes not in self._recordings:
             self._recordings[shapes] = self._recorded(inputs)
@@ -93,13 +98,16 @@ class Graphed:
         return {name: each.clone() for name, each in recording.outputs.items()}
 
     def _where(self) -> tuple[int, ...]:
-        """Addresses of weights and gradients."""
-        grads = (0 if each.grad is None else each.grad.data_ptr() for each in self._parameters)
-        return (*(each.data_ptr() for each in self._parameters), *grads)
+        """Addresses of weights, and of gradients where they are written."""
+        weights = tuple(each.data_ptr() for each in self._parameters)
+        return (*weights, *(0 if each is None else each.data_ptr() for each in self._grads()))
+
+    def _grads(self) -> list[Tensor | None]:
+        return [each.grad for each in self._parameters] if self._gradients else []
 
     def _recorded(self, inputs: Mapping[str, Tensor]) -> _Recording | None:
         """Gradients are afterwards what they were; those that were none and get one are zero."""
-        before = [None if each.grad is None else each.grad.clone() for each in self._parameters]
+        before = [None if each is None else each.clone() for each in self._grads()]
         try:
             with _recording:
                 return self._record({name: each.clone() for name, each in inputs.items()})
@@ -119,15 +127,16 @@ class Graphed:
                 self._computation(inputs)
         torch.cuda.current_stream(device).wait_stream(warm)
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if self._pool is None:  # one for all shapes: only one recording at a time is replayed
+            self._pool = torch.cuda.graph_pool_handle()
         # thread_local: what the other thread asks of the GPU meanwhile is no error of this recording
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), constants:
             outputs = self._computation(inputs)
         return _Recording(graph=graph, inputs=inputs, outputs=outputs)
 
     def _restore(self, before: list[Tensor | None]) -> None:
-        for each, old in zip(self._parameters, before, strict=True):
-            if each.grad is not None and old is not None:
-                each.grad.copy_(old)
-            elif each.grad is not None:
-                each.grad.zero_()
+        for now, old in zip(self._grads(), before, strict=True):
+            if now is not None and old is not None:
+                now.copy_(old)
+            elif now is not None:
+                now.zero_()

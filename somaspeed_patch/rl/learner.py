@@ -56,7 +56,7 @@ class Learner:
         self._objective = Objective(policy, value_head, settings)
         trained = [*policy.trainable().values(), *value_head.parameters()]
         self._graphed = graphs and policy.device.type == "cuda"
-        self._replayed = Graphed(self._objective.backward, trained, "learner")
+        self._replayed = Graphed(self._objective.backward, trained, "learner", gradients=True)
 
     @property
     def replays(self) -> int:
@@ -66,9 +66,9 @@ class Learner:
     def _optimizer(self) -> FusedAdamW:
         """fp32 masters: one step at 5e-6 would change 8 % of bf16 weights."""
         settings = self.settings
+        trained = (self.policy.trainable().values(), self.value_head.parameters())
         groups = [
-            {"params": list(self.policy.trainable().values()), "lr": settings.actor_lr},
-            {"params": list(self.value_head.parameters()), "lr": settings.critic_lr},
+            {"params": list(params), "lr": rate} for params, rate in zip(trained, self._rates(), strict=True)
         ]
         half = any(p.dtype != torch.float32 for p in self.policy.trainable().values())
         return FusedAdamW(
@@ -87,6 +87,7 @@ class Learner:
         found = samples.collate(
             trajectories, gamma=settings.gamma, lam=settings.lam, equal_weight=settings.equal_weight
         )
+        self._set_rates()
         targets = self._targets(found)
         updates = list(self._updates(found, targets))
         self.version += 1
@@ -97,6 +98,14 @@ class Learner:
             "charts/samples": float(len(found)),
             "charts/lag": float((self.version - 1 - found.version).float().mean()),
         }
+
+    def _set_rates(self) -> None:
+        share = self.settings.rate(self.version)
+        for group, rate in zip(self.optimizer.param_groups, self._rates(), strict=True):
+            group["lr"] = rate * share
+
+    def _rates(self) -> tuple[float, float]:
+        return self.settings.actor_lr, self.settings.critic_lr
 
     def _targets(self, found: Samples) -> Targets:
         settings = self.settings

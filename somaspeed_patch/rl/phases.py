@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 PHASES = ("env", "predict", "train", "sync", "wait")
@@ -28,9 +28,14 @@ class Phases:
         try:
             yield
         finally:
-            with self._lock:
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
+            self.add({name: time.monotonic() - begun})
             self._now = ("nothing", time.monotonic())
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Count seconds that were measured elsewhere, by phase."""
+        with self._lock:
+            for name, each in seconds.items():
+                self._seconds[name] = self._seconds.get(name, 0.0) + each
 
     def taken(self) -> dict[str, float]:
         """Seconds since the last call, every phase named; the count begins anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,25 @@ class PI05Flow(FlowPolicy):
     """PI05Policy with `train_expert_only`. A sample of 562 tokens takes 9.9 MiB in bf16."""
 
     name: ClassVar[str] = "pi05"
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        *,
+        autocast: torch.dtype | None = None,
+        pool: Literal["valid", "all"] = "valid",
+    ) -> None:
+        """Take a policy whose backbone is frozen; see `FlowPolicy`.
+
+        Args:
+            pool: tokens whose mean the critic reads. `all` takes the prompt's padding, too, as RLinf does, so
+                it is computed: 712 tokens instead of 576 with two cameras.
+        """
+        self._pool = pool
+        super().__init__(policy, autocast=autocast)
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "pool": self._pool}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,11 +70,14 @@ class PI05Flow(FlowPolicy):
     def _layout(self) -> str:
         text = self._joint.paligemma.config.text_config
         cameras = ",".join(self._model.config.image_features)
-        return f"{text.num_hidden_layers} layers x {text.head_dim}, cameras {cameras}"
+        return f"{text.num_hidden_layers} layers x {text.head_dim}, cameras {cameras}, pool {self._pool}"
 
     def _encode(self, batch: Mapping[str, Any]) -> Features:
         images, masks = self._host._preprocess_images(batch)
-        found = forward.encode(self._model, images, masks, batch[_TOKENS], batch[_MASK], need_hidden=True)
+        found = forward.encode(
+            self._model, images, masks, batch[_TOKENS], batch[_MASK], need_hidden=True,
+            compact=None if self._pool == "valid" else False,
+        )  # fmt: skip
         keys, values = (_stacked(each) for each in (found.keys, found.values))
         valid = _valid(found)
         if found.length is None:
@@ -63,7 +85,7 @@ class PI05Flow(FlowPolicy):
         return Features(
             tokens={"key": keys, "value": values},
             length=valid.sum(1, dtype=torch.int32),
-            fixed={"pooled": masked_mean(found.hidden, valid)},  # type: ignore[arg-type]  # asked for
+            fixed={"pooled": masked_mean(found.hidden, None if self._pool == "all" else valid)},  # type: ignore[arg-type]
         )
 
     def _velocity(self, encoded: Features, x: Tensor, s: Tensor) -> Tensor:

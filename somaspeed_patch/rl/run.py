@@ -28,6 +28,10 @@ from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.phases import Phases
 from somaspeed_patch.rl.player import LocalPlayer, Player, device_of
 
+_CLOSING = (
+    30.0  # s for the rollout's thread to see that it is to end; an environment that hangs is left to it
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
@@ -56,6 +60,7 @@ def one_behind_the_other(learner: Learner, collector: Collector, actor: Actor) -
         yield Iteration(
             number=learner.version - 1, rollout=rollout, metrics=metrics, seconds={"run": phases.taken()}
         )
+        del rollout  # not kept while the next one is played: two may not fit
 
 
 def _take_over(actor: Actor, learner: Learner, phases: Phases) -> None:
@@ -110,7 +115,7 @@ class SideBySide:
             self._stopping = True
             self._news.notify_all()
         self._player.stop()
-        self._thread.join(timeout=self._stall)
+        self._thread.join(timeout=min(_CLOSING, self._stall))
 
     def __iter__(self) -> Iterator[Iteration]:
         """Iterations for as long as they are asked for.
@@ -130,6 +135,7 @@ class SideBySide:
                 metrics={**metrics, "charts/queue": float(self._queue.qsize())},
                 seconds={who: each.taken() for who, each in self._phases.items()},
             )
+            del rollout  # not kept while the next one is waited for
 
     def _next(self, phases: Phases) -> Rollout:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,11 @@ class Settings:
     normalise_advantages: bool = True
     equal_weight: bool = False
     """trajectories count alike, not chunks"""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """of both learning rates, by iterations: `cosine` falls to `schedule_floor` of them"""
+    schedule_iterations: int = 1000
+    """after which it has fallen"""
+    schedule_floor: float = 0.1
     critic_warmup: int = 0
     """optimizer steps in which only the value head learns"""
     proximal: Literal["recompute", "interpolate"] = "recompute"
@@ -48,15 +54,24 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("executed", "update_epoch", "global_batch", "micro_batch"):
+        for name in ("executed", "update_epoch", "global_batch", "micro_batch", "schedule_iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rl: {name} must be at least 1, but is {getattr(self, name)}")
-        for name in ("gamma", "lam"):
+        for name in ("gamma", "lam", "schedule_floor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"rl: {name} must be within 0 and 1, but is {getattr(self, name)}")
         if self.global_batch % self.micro_batch:
             raise ValueError(
                 f"rl: global_batch {self.global_batch} must be a multiple of micro_batch {self.micro_batch}"
             )
+        if self.schedule not in ("constant", "cosine"):
+            raise ValueError(f"rl: schedule must be constant or cosine, but is {self.schedule!r}")
         if self.proximal not in ("recompute", "interpolate"):
             raise ValueError(f"rl: proximal must be recompute or interpolate, but is {self.proximal!r}")
+
+    def rate(self, iteration: int) -> float:
+        """What both learning rates are multiplied by in an iteration, counted from 0."""
+        if self.schedule == "constant":
+            return 1.0
+        share = min(iteration / self.schedule_iterations, 1.0)
+        return self.schedule_floor + (1 - self.schedule_floor) * (1 + math.cos(math.pi * share)) / 2
