@@ -36,7 +36,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Run every check; a check that raises is a `fail` with the exception's text."""
     found: list[Finding] = []
-    for check in (_hosts, _switch, _torch, _compiler, _kernel, _optimizer):
+    for check in (_hosts, _switch, _torch, _compiler, _kernel, _optimizer, _libero):
         found += _guarded(check)
     return found
 
@@ -150,6 +150,24 @@ def _optimizer() -> Iterator[Finding]:
     else:
         text = "the Triton kernels serve" if reason is None else f"torch's step: {reason}"
         yield Finding(check="FusedAdamW", verdict=OK if reason is None else NOTE, text=text)
+
+
+def _libero() -> Iterator[Finding]:
+    """The simulator's release, and one rendered frame from each GPU, where LIBERO is installed."""
+    from somaspeed_patch.libero import check
+
+    if not check.installed():
+        return
+    import torch
+
+    complaints = list(check.mujoco_complaints())
+    for text in complaints or ["mujoco 3.3.2 or alike: LIBERO's published physics and images"]:
+        yield Finding(check="mujoco", verdict=NOTE if complaints else OK, text=text)
+    for gl, device in check.renderers(torch.cuda.device_count()):
+        where = gl if device is None else f"{gl} on GPU {device}"
+        why = check.complaint(gl, device)
+        text = f"{where} gives a frame" if why is None else f"{where}: {why}; LIBERO cannot render there"
+        yield Finding(check="renderer", verdict=OK if why is None else FAIL, text=text)
 
 
 def table(found: list[Finding]) -> str:

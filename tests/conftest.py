@@ -20,6 +20,7 @@ SLOWEST = (
     "test_ways_in.py", "test_ab_end_to_end.py", "test_optim_parity.py", "test_optim_lerobot.py",
     "test_lerobot_train_parity.py", "test_optim_trainer.py", "test_patch_order.py",
     "test_molmoact2_train_parity.py", "test_optim_distributed.py", "test_ab_synthetic.py",
+    "test_rl_end_to_end.py", "test_rl_ray.py", "test_rl_checkpoints.py",
 )  # fmt: skip
 
 

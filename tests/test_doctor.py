@@ -73,3 +73,15 @@ def test_a_check_that_raises_is_a_failure_with_its_text(monkeypatch):
 @pytest.mark.parametrize(("verdicts", "code"), [(["ok", "note"], 0), (["ok", "fail"], 1), ([], 0)])
 def test_only_a_failure_fails(verdicts, code):
     assert doctor.exit_code([doctor.Finding(check="x", verdict=v, text="") for v in verdicts]) == code
+
+
+def test_libero_gets_a_frame_from_each_renderer_or_the_reason(monkeypatch):
+    pytest.importorskip("libero", reason="needs the extra rl")
+    found = [each for each in doctor.examine() if each.check in ("mujoco", "renderer")]
+    assert [each.verdict for each in found] == ["ok", "ok"] and "gives a frame" in found[1].text
+    monkeypatch.setenv("MUJOCO_GL", "nonsense")
+    broken = lines(doctor.examine())["renderer"]
+    assert broken.verdict == "fail" and "nonsense" in broken.text
+    monkeypatch.setattr("somaspeed_patch.libero.check.version", lambda _: "3.4.0")
+    old = [each for each in doctor.examine() if each.check == "mujoco"]
+    assert [each.verdict for each in old] == ["note", "note"] and "3.3.2" in old[0].text

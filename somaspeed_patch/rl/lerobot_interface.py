@@ -27,7 +27,14 @@ class LeRobotInterface:
 
         Args:
             rename: names of observations that the policy has others for, as LeRobot's `--rename_map`.
+        Raises: ValueError: the preprocessor augments at random, so that nothing can be encoded once for all.
         """
+        for step in preprocessor.steps:
+            if getattr(step, "training", False):
+                raise ValueError(
+                    f"rl: {type(step).__name__} of the preprocessor is in training mode, augments at random; "
+                    "features of such observations cannot be trained on again: set its `training` to False"
+                )
         self._preprocessor, self._postprocessor = preprocessor, postprocessor
         self._rename = dict(rename or {})
 
@@ -40,7 +47,8 @@ class LeRobotInterface:
         seen["observation.state"] = torch.from_numpy(np.stack([each["state"] for each in observations]))
         found = {self._rename.get(name, name): value for name, value in seen.items()}
         tasks = [str(each[INSTRUCTION]) for each in observations]
-        processed: Mapping[str, Any] = self._preprocessor({**found, "task": tasks})
+        with torch.no_grad():  # GR00T's steps augment only where gradients are on
+            processed: Mapping[str, Any] = self._preprocessor({**found, "task": tasks})
         return processed
 
     def actions(self, chunks: Tensor) -> NDArray[np.float32]:
