@@ -34,6 +34,12 @@ FEATURES = [
         default=True,
     ),
     Feature(
+        name="reuse_stages",
+        changes="LIBERO: positions and velocities once a substep of the simulator, not three times",
+        exact=True,
+        default=True,
+    ),
+    Feature(
         name="render_every",
         changes="LIBERO: render every Nth step and the last, repeat images between; N divides n_action_steps",
         exact=True,
@@ -56,6 +62,9 @@ _RENDER = ["self", "width", "height", "camera_name", "depth", "mode", "device_id
 
 PATCHES = [
     _patch(_SIM, "MjSim.render", "render", "lazy_images", _RENDER),
+    _patch(_SIM, "MjSim.forward", "forward", "reuse_stages", ["self"]),
+    _patch(_SIM, "MjSim.step", "substep", "reuse_stages", ["self", "with_udd"]),
+    _patch(_SCENE, "MujocoEnv.step", "step_scene", "reuse_stages", ["self", "action"]),
     _patch(_SCENE, "MujocoEnv._initialize_sim", "initialize_sim", "soft_reset", ["self", "xml_string"]),
     _patch(_SCENE, "MujocoEnv.reset", "reset_scene", "soft_reset", ["self"]),
     _patch(_LIBERO, "BDDLBaseDomain._load_model", "load_model", "soft_reset", ["self"]),

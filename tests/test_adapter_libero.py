@@ -74,8 +74,8 @@ def test_the_native_env_renders_28_images_a_reset_and_2_a_step(native):
 
 @pytest.mark.parametrize(
     ("settings", "renders_of_reset"),
-    [({}, 2), ({"soft_reset": False}, 2), ({"lazy_images": False}, 24)],
-    ids=["both", "lazy_images", "soft_reset"],
+    [({}, 2), ({"soft_reset": False, "reuse_stages": False}, 2), ({"lazy_images": False}, 24)],
+    ids=["all", "lazy_images", "soft_reset"],
 )
 def test_every_bit_is_the_native_envs(native, renders, clean_sites, settings, renders_of_reset):
     """Images, states, video frames and random numbers, over seeded episodes and one that is not."""
@@ -90,6 +90,8 @@ def test_every_bit_is_the_native_envs(native, renders, clean_sites, settings, re
     assert [episode.renders[0] for episode in played[1:]] == [renders_of_reset] * 2
     assert calls("soft_reset") == ((0, 0, 0) if settings.get("soft_reset") is False else (4, 0, 0))
     assert calls("lazy_images") == ((0, 0, 0) if settings.get("lazy_images") is False else (3, 0, 0))
+    steps = calls("reuse_stages")  # of the episodes, and of what each reset settles
+    assert steps[1:] == (0, 0) and (steps[0] > 3 * STEPS) == settings.get("reuse_stages", True)
 
 
 def test_render_every_repeats_images_and_shows_those_that_are_looked_at(native, renders, clean_sites):
@@ -294,8 +296,9 @@ def test_orders_of_import_and_patch():
         "robosuite.environments.base:MujocoEnv",
     )
     host = [f"lerobot.envs.libero:LiberoEnv.{name}" for name in ("_ensure_env", "reset", "step")]
-    ours = [*host, f"{base}._load_model", f"{scene}._initialize_sim", f"{scene}.reset"]
-    ours.append("robosuite.utils.binding_utils:MjSim.render")
+    scenes = [f"{scene}.{name}" for name in ("_initialize_sim", "reset", "step")]
+    sims = [f"robosuite.utils.binding_utils:MjSim.{name}" for name in ("forward", "render", "step")]
+    ours = [*host, f"{base}._load_model", *scenes, *sims]
     for order in ORDERS:
         on = order[-1] != "U" and "P" in order and order.rindex("P") > order.rfind("U")
         assert results[order] == {"on": on, "patched": ours if on else [], "left": [], "restored": True}, (

@@ -53,7 +53,8 @@ def test_a_chunk_without_cameras_is_the_simulator_stepped_by_hand(libero):
             np.testing.assert_allclose(poses[:3], raw["akita_black_bowl_1_pos"], atol=0.02)
         assert [result.executed for result in chunks] == [8, 5]
         assert chunks[1].truncated.tolist() == [False] * 4 + [True] + [False] * 3
-        assert first["state"].shape == (8,) and set(first) == {"state", "objects"}
+        assert first["state"].shape == (8,) and set(first) == {"state", "objects", "instruction"}
+        assert str(first["instruction"]) == sim.task.language
     sim.close()
 
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from somaspeed_patch import features, sites
-from somaspeed_patch.libero import bootstrap, film, soft_reset
+from somaspeed_patch.libero import bootstrap, film, soft_reset, substeps
 from somaspeed_patch.libero.options import steps_between_images
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,29 @@ def reset_scene(wrapped: Any, env: Any, args: tuple[Any, ...], kwargs: Mapping[s
     site.ran()
     with soft_reset.soft(env):
         return wrapped(*args, **kwargs)
+
+
+def step_scene(wrapped: Any, env: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """MujocoEnv.step(action): its substeps reuse what has not changed."""
+    if not features.value("reuse_stages"):
+        return wrapped(*args, **kwargs)
+    site = sites.site("lerobot_libero/reuse_stages")
+    if (why := substeps.why_not(env.sim)) is not None:
+        site.declined(why)
+        return wrapped(*args, **kwargs)
+    site.ran()
+    with substeps.reused(env.sim):
+        return wrapped(*args, **kwargs)
+
+
+def forward(wrapped: Any, sim: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """MjSim.forward()."""
+    substeps.forward(functools.partial(wrapped, *args, **kwargs), sim)
+
+
+def substep(wrapped: Any, sim: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """MjSim.step()."""
+    substeps.step(functools.partial(wrapped, *args, **kwargs), sim)
 
 
 def render(wrapped: Any, sim: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -11,12 +11,13 @@ episode is left. It is a hard reset to 1e-14; to the last bit is `soft_reset`, w
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from somaspeed_patch.libero import bootstrap, film
+from somaspeed_patch.libero import bootstrap, film, substeps
 
 Observation = dict[str, NDArray[Any]]
 
@@ -70,6 +71,9 @@ class Simulator:
         self._sim = self._env.env.sim
         self._render, self._sim.render = self._sim.render, self._render_on_demand
         self._film, self._developing = film.Film(self._sim), False
+        self._reusable = substeps.why_not(self._sim) is None
+        for name, reusing in (("forward", substeps.forward), ("step", substeps.step)):
+            setattr(self._sim, name, partial(reusing, getattr(self._sim, name), self._sim))
 
     def reset(self, init_state: int, seed: int = 0) -> Observation:
         """Put the scene into one of its initial states and let it settle.
@@ -85,13 +89,13 @@ class Simulator:
         _forget_last_episode(self._env.env)
         self._env.set_init_state(self.task.init_states[init_state])
         for _ in range(SETTLE_STEPS - 1):
-            self._env.step(NO_OP)
+            self._step(NO_OP)
         self.images = images
         return self.step(NO_OP)[0]
 
     def step(self, action: Sequence[float] | NDArray[np.float32]) -> tuple[Observation, bool]:
         """Apply one action for 1/20 s; returns the observation after it, and whether the task is solved."""
-        obs, _, solved, _ = self._env.step(action)
+        obs, _, solved, _ = self._step(action)
         return dict(obs), bool(solved)
 
     def look(self) -> Observation:
@@ -135,6 +139,12 @@ class Simulator:
     def close(self) -> None:
         """Free the renderer and the model."""
         self._env.close()
+
+    def _step(self, action: Sequence[float] | NDArray[np.float32]) -> Any:
+        if not self._reusable:
+            return self._env.step(action)
+        with substeps.reused(self._sim):
+            return self._env.step(action)
 
     def _render_on_demand(self, width: int, height: int, camera_name: str, **kwargs: Any) -> Any:
         if self.images:
