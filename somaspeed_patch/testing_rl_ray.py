@@ -33,7 +33,8 @@ from somaspeed_patch.rl.ray_player import RayPlayer
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.rl.value_head import ValueHead
 from somaspeed_patch.testing_rl import state_policy
-from somaspeed_patch.testing_rl_reach import ACTIONS, OBSERVED, SPEC, ReachInterface
+from somaspeed_patch.testing_rl_reach import ACTIONS, OBSERVED, ReachInterface
+from somaspeed_patch.testing_rl_reach_world import SPEC
 
 FLOW = Flow(steps=3, noise_level=0.5)
 EXECUTED, CRITIC = 2, (32,)

@@ -142,7 +142,7 @@ def test_other_frozen_weights_are_not_gone_on_with(whole, tmp_path, monkeypatch)
         def make(recipe):
             parts = reach.make(recipe)
             parts.policy.policy.mean += 1
-            return reach.ReachParts(StateFlow(parts.policy.policy))
+            return reach.StateParts(StateFlow(parts.policy.policy), parts.interface)
         """)
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -203,7 +203,7 @@ def failing(tmp_path, monkeypatch):
         from pathlib import Path
         from somaspeed_patch.rl_run import reach
 
-        class Parts(reach.ReachParts):
+        class Parts(reach.StateParts):
             times = 0
 
             def save(self, directory):
@@ -213,7 +213,8 @@ def failing(tmp_path, monkeypatch):
                     raise OSError(errno.ENOSPC, "No space left on device")
 
         def make(recipe):
-            return Parts(reach.make(recipe).policy)
+            parts = reach.make(recipe)
+            return Parts(parts.policy, parts.interface)
         """)
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -253,7 +254,7 @@ def test_a_rollout_that_fails_says_so(tmp_path, monkeypatch, lag):
     (tmp_path / "mortal.py").write_text(
         textwrap.dedent("""
         import os
-        from somaspeed_patch.testing_rl_reach import ReachWorld
+        from somaspeed_patch.testing_rl_reach_world import ReachWorld
 
         class MortalWorld(ReachWorld):
             steps = 0

@@ -79,12 +79,13 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         import time
         from somaspeed_patch.rl_run import reach
 
-        class Parts(reach.ReachParts):
+        class Parts(reach.StateParts):
             def save(self, directory):
                 time.sleep(100)
 
         def make(recipe):
-            return Parts(reach.make(recipe).policy)
+            parts = reach.make(recipe)
+            return Parts(parts.policy, parts.interface)
         """)
     )
     out = tmp_path / "run"
@@ -182,7 +183,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, capsys):
 
 WORLD = """
 import numpy as np
-from somaspeed_patch.testing_rl_reach import ReachWorld
+from somaspeed_patch.testing_rl_reach_world import ReachWorld
 
 class PaintedWorld(ReachWorld):
     '''Shows its steps since the reset as a grey value, and how often it was looked at.'''
@@ -215,7 +216,7 @@ def test_only_a_filmed_episode_is_rendered_at_every_step(painted):
     from dataclasses import replace
 
     from somaspeed_patch.rl.env_pool import EnvPool
-    from somaspeed_patch.testing_rl_reach import SPEC
+    from somaspeed_patch.testing_rl_reach_world import SPEC
 
     with EnvPool([replace(SPEC, factory=painted, horizon=5)] * 2, start_timeout=60) as pool:
         for slot in (0, 1):

@@ -21,7 +21,8 @@ from somaspeed_patch.rl.value_head import ValueHead
 from somaspeed_patch.testing_rl import state_policy
 from somaspeed_patch.testing_rl_env import FACTORY as FAULTY
 from somaspeed_patch.testing_rl_env import HANG, KILLED
-from somaspeed_patch.testing_rl_reach import ACTIONS, OBSERVED, SPEC, ReachInterface
+from somaspeed_patch.testing_rl_reach import ACTIONS, OBSERVED, ReachInterface
+from somaspeed_patch.testing_rl_reach_world import SPEC
 
 pytestmark = pytest.mark.usefixtures("steps_by_torch")
 SLOTS = 4

@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from somaspeed_patch.rl.closes import Closes
 from somaspeed_patch.rl.env_process import Chunk, EnvSpec, Observation, check_actions, main
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class _Worker:
         return self.stage == "start"
 
 
-class EnvPool:
+class EnvPool(Closes):
     """One process a slot. Not for use by several threads at once; create it in a thread that outlives it."""
 
     def __init__(
@@ -110,14 +110,6 @@ class EnvPool:
     def __len__(self) -> int:
         """Number of slots."""
         return len(self._workers)
-
-    def __enter__(self) -> EnvPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End every worker; calling it again is harmless."""

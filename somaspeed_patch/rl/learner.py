@@ -1,11 +1,13 @@
 """The learner: PPO on the trainable part of a policy and its value head, from cached features alone.
 
 An iteration takes trajectories, makes samples of them and trains on each exactly `update_epoch` times; the
-backbone is not run. The order of the samples depends on seed and iteration only.
+backbone is not run. The order of the samples depends on seed and iteration only. Several ranks, each with its
+own trajectories, are one learner: see `ranks`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,17 +17,20 @@ import torch
 from torch import Tensor
 
 from somaspeed_patch.optim import FusedAdamW
-from somaspeed_patch.rl import advantages, ppo, samples
+from somaspeed_patch.rl import advantages, ppo, ranks, samples, spread
 from somaspeed_patch.rl.features import Features
 from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.graphs import Graphed
 from somaspeed_patch.rl.minibatch import Minibatch, Targets
 from somaspeed_patch.rl.objective import Objective
+from somaspeed_patch.rl.ranks import Part, Ranks, Union
 from somaspeed_patch.rl.samples import Samples
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.rl.stores import HostStore, Store
 from somaspeed_patch.rl.trajectory import Trajectory
 from somaspeed_patch.rl.value_head import ValueHead
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
@@ -39,13 +44,16 @@ class Learner:
         *,
         store: Store | None = None,
         graphs: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         """Take what trains.
 
         Args:
             store: where features wait; None: on the host.
-            graphs: replay CUDA graphs of forward and backward; nothing on a CPU.
+            graphs: replay CUDA graphs of forward and backward; nothing on a CPU, nor of a sharded policy.
+            ranks: those that train it together, over which `spread` has laid it; None: this process alone.
         """
+        self.ranks = ranks or Ranks()
         self.policy, self.value_head, self.settings = policy, value_head, settings
         self.store = store or HostStore(policy)
         self.version = 0
@@ -54,9 +62,11 @@ class Learner:
         """optimizer steps"""
         self.optimizer = self._optimizer()
         self._objective = Objective(policy, value_head, settings)
-        trained = [*policy.trainable().values(), *value_head.parameters()]
-        self._graphed = graphs and policy.device.type == "cuda"
-        self._replayed = Graphed(self._objective.backward, trained, "learner", gradients=True)
+        self._trained = [*policy.trainable().values(), *value_head.parameters()]
+        self._graphed = graphs and policy.device.type == "cuda" and not self.ranks.sharded
+        self._replayed = Graphed(self._objective.backward, self._trained, "learner", gradients=True)
+        if graphs and policy.device.type == "cuda" and self.ranks.sharded and self.ranks.leads:
+            log.info("rl: the learner runs without CUDA graphs: its weights are sharded")
 
     @property
     def replays(self) -> int:
@@ -77,9 +87,9 @@ class Learner:
         )  # fmt: skip
 
     def iterate(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """One PPO iteration; afterwards `version` is one more.
+        """One PPO iteration; afterwards `version` is one more. All ranks call it, each with its trajectories.
 
-        Returns: metrics by CleanRL's names.
+        Returns: metrics by CleanRL's names, of all ranks' samples.
         Raises: ValueError: the features are of another backbone, or a gradient is not finite; the optimizer
             steps before it were made.
         """
@@ -87,16 +97,17 @@ class Learner:
         found = samples.collate(
             trajectories, gamma=settings.gamma, lam=settings.lam, equal_weight=settings.equal_weight
         )
+        every = ranks.union(self.ranks, found, equal_weight=settings.equal_weight)
         self._set_rates()
-        targets = self._targets(found)
-        updates = list(self._updates(found, targets))
+        targets = self._targets(found, every)
+        updates = list(self._updates(found, targets, every))
         self.version += 1
         return {
-            **_means(updates),
-            "losses/explained_variance": ppo.explained_variance(found.values, found.returns),
+            **ranks.mean(self.ranks, _means(updates)),
+            "losses/explained_variance": ppo.explained_variance(every.values, every.returns),
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "charts/samples": float(len(found)),
-            "charts/lag": float((self.version - 1 - found.version).float().mean()),
+            "charts/samples": float(len(every)),
+            "charts/lag": float((self.version - 1 - every.version).float().mean()),
         }
 
     def _set_rates(self) -> None:
@@ -107,56 +118,54 @@ class Learner:
     def _rates(self) -> tuple[float, float]:
         return self.settings.actor_lr, self.settings.critic_lr
 
-    def _targets(self, found: Samples) -> Targets:
+    def _targets(self, found: Samples, every: Union) -> Targets:
         settings = self.settings
-        lag = self.version - found.version
+        lag = self.version - every.version
         if (lag < 0).any():
-            newest = int(found.version.max())
+            newest = int(every.version.max())
             raise ValueError(f"learner: samples of version {newest}, but it is at {self.version}")
-        gained, stale = found.advantages, bool((lag > 0).any())
+        gained, stale, mine = every.advantages, bool((lag > 0).any()), every.mine
         targets = Targets(
             x=found.x, x_next=found.x_next, k=found.k, noise_level=found.noise_level,
             behaviour=self._objective.reduced(found.log_prob), proximal=None,
-            lag=lag if stale and settings.proximal == "interpolate" else None,
-            advantages=advantages.normalised(gained) if settings.normalise_advantages else gained,
-            values=found.values, returns=found.returns, weights=found.weights,
+            lag=lag[mine] if stale and settings.proximal == "interpolate" else None,
+            advantages=(advantages.normalised(gained) if settings.normalise_advantages else gained)[mine],
+            values=found.values, returns=found.returns, weights=every.weights[mine],
         ).to(self.policy.device)  # fmt: skip
         recompute = stale and settings.proximal == "recompute"
-        return replace(targets, proximal=self._proximal(found, targets)) if recompute else targets
+        return replace(targets, proximal=self._proximal(found, targets, every)) if recompute else targets
 
     @torch.no_grad()
-    def _proximal(self, found: Samples, targets: Targets) -> Tensor:
+    def _proximal(self, found: Samples, targets: Targets, every: Union) -> Tensor:
         """[N, ...] log-probabilities under the weights the iteration begins with."""
-        parts = torch.split(torch.arange(len(found)), self.settings.micro_batch)
-        every = zip(parts, self._features(found, parts), strict=True)
-        return torch.cat(
-            [self._objective.log_prob(encoded, self._rows(targets, part)) for part, encoded in every]
-        )
-
-    def _updates(self, found: Samples, targets: Targets) -> Iterator[dict[str, Tensor]]:
-        """Every optimizer step of an iteration; what is logged of each."""
-        settings = self.settings
-        steps = [
-            torch.split(chosen, settings.micro_batch)
-            for epoch in range(settings.update_epoch)
-            for chosen in self._global_batches(len(found), epoch)
+        parts = [*torch.split(torch.arange(len(found)), self.settings.micro_batch)]
+        parts += [torch.arange(1)] * (every.rounds(self.settings.micro_batch) - len(parts))  # others wait
+        encoded = self._features(found, parts)
+        scores = [
+            self._objective.log_prob(each, self._rows(targets, part))
+            for part, each in zip(parts, encoded, strict=True)
         ]
-        every = self._features(found, [part for parts in steps for part in parts])
+        return torch.cat(scores)[: len(found)]
+
+    def _updates(self, found: Samples, targets: Targets, every: Union) -> Iterator[dict[str, Tensor]]:
+        """Every optimizer step of an iteration; what is logged of each."""
+        steps = [parts for epoch in range(self.settings.update_epoch) for parts in self._steps(every, epoch)]
+        encoded = self._features(found, [part.index for parts in steps for part in parts])
         for parts in steps:
-            count = sum(len(part) for part in parts)
             yield self._update(
                 Minibatch(
-                    encoded=next(every), targets=self._rows(targets, part),
-                    share=torch.tensor(len(part) / count, device=self.policy.device),
+                    encoded=next(encoded), targets=self._rows(targets, part.index),
+                    share=torch.tensor(part.share, device=self.policy.device),
                 )
                 for part in parts
             )  # fmt: skip
 
-    def _global_batches(self, count: int, epoch: int) -> Iterator[Tensor]:
-        """Indices of the samples of each optimizer step, every sample once."""
+    def _steps(self, every: Union, epoch: int) -> Iterator[list[Part]]:
+        """Microbatches of each optimizer step of an epoch, every sample once."""
         seed = (self.settings.seed << 40) + self.version * self.settings.update_epoch + epoch
+        count = every.counts[every.rank]
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        yield from torch.split(order, self.settings.global_batch)
+        yield from ranks.dealt(order, every.counts, every.rank, self.settings)
 
     def _update(self, batches: Iterable[Minibatch]) -> dict[str, Tensor]:
         """One optimizer step over microbatches; what is logged of it."""
@@ -165,6 +174,7 @@ class Learner:
         for batch in batches:
             for name, value in self._backward(batch).items():
                 _add(sums, name, value * batch.share)
+        self.ranks.average(self._trained)
         norm = self.optimizer.clip_grad_norm_(self.settings.max_grad_norm)
         if not math.isfinite(float(norm)):  # the step's only wait for the device
             raise ValueError(
@@ -194,18 +204,26 @@ class Learner:
         return self.store.ahead(kept, self.policy.tag, self.settings.tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, value head and counters; the policy's weights are in its own checkpoint."""
-        return {
+        """Optimizer, value head and counters; the policy's weights are in its own checkpoint.
+
+        As one process has it, whatever the layout. Where weights are sharded all ranks call this, and rank 0
+        has it.
+        """
+        state = {
             "optimizer": self.optimizer.state_dict(),
             "value_head": self.value_head.state_dict(),
             "version": self.version,
             "steps": self.steps,
         }
+        return spread.whole_state(state, keep=self.ranks.leads) if self.ranks.sharded else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self.value_head.load_state_dict(state["value_head"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Take over what `state_dict` gave, under this layout or another one."""
+        critic = self.value_head.state_dict()
+        self.value_head.load_state_dict(
+            {name: spread.like(each, critic.get(name)) for name, each in state["value_head"].items()}
+        )
+        self.optimizer.load_state_dict(spread.state_like(state["optimizer"], self.optimizer))
         self.version, self.steps = state["version"], state["steps"]
 
 

@@ -26,11 +26,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
+from somaspeed_patch.rl.closes import Closes
 from somaspeed_patch.rl.collect import Rollout
 from somaspeed_patch.rl.env_pool import Failed
 from somaspeed_patch.rl.phases import Phases
@@ -77,7 +77,7 @@ class _Remote:
     losses: list[str] = field(default_factory=list)
 
 
-class RayPlayer:
+class RayPlayer(Closes):
     """A `Player` of N workers; a context manager. Its `play` is for one thread at a time."""
 
     def __init__(
@@ -119,14 +119,6 @@ class RayPlayer:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> RayPlayer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End every worker, and with it its environments; calling it again is harmless."""

@@ -14,15 +14,16 @@ overlaps, and the result is that of one behind the other, bit for bit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, Queue
-from types import TracebackType
 
 from torch import Tensor
 
 from somaspeed_patch.rl import heads, streams
 from somaspeed_patch.rl.actor import Actor
+from somaspeed_patch.rl.closes import Closes
 from somaspeed_patch.rl.collect import Collector, Rollout
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.phases import Phases
@@ -31,6 +32,10 @@ from somaspeed_patch.rl.player import LocalPlayer, Player, device_of
 _CLOSING = (
     30.0  # s for the rollout's thread to see that it is to end; an environment that hangs is left to it
 )
+
+Waiting = Callable[[], AbstractContextManager[object]]
+"""What goes around the main thread's waiting for a rollout: nothing else of an iteration may be interrupted
+where several ranks train, for the others would wait for this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +50,20 @@ class Iteration:
     """by thread of work and phase, since the iteration before"""
 
 
-def one_behind_the_other(learner: Learner, collector: Collector, actor: Actor) -> Iterator[Iteration]:
-    """Iterations for as long as they are asked for.
+def one_behind_the_other(
+    learner: Learner, collector: Collector, actor: Actor, *, waiting: Waiting = nullcontext
+) -> Iterator[Iteration]:
+    """Iterations for as long as they are asked for. Of several ranks each has its own collector and actor.
 
     Args:
         actor: with its own weights, or the learner's policy and value head themselves.
+        waiting: goes around each rollout.
     """
     phases = Phases("run")
     while True:
         _take_over(actor, learner, phases)
-        rollout = collector.collect(actor, phases)
+        with waiting():
+            rollout = collector.collect(actor, phases)
         with phases.of("train"):
             metrics = learner.iterate(rollout.trajectories)
         yield Iteration(
@@ -68,23 +77,32 @@ def _take_over(actor: Actor, learner: Learner, phases: Phases) -> None:
         if actor.policy is learner.policy:
             actor.version = learner.version
         else:
-            actor.load(heads.of(learner.policy, learner.value_head), learner.version)
+            actor.load(heads.whole(learner.policy, learner.value_head), learner.version)
 
 
 def _shared(actor: Actor, learner: Learner) -> bool:
     return actor.policy is learner.policy or actor.value_head is learner.value_head
 
 
-class SideBySide:
+class SideBySide(Closes):
     """Iterations whose rollouts are played while the learner trains; a context manager."""
 
-    def __init__(self, learner: Learner, player: Player, *, lag: int = 1, stall: float = 600.0) -> None:
-        """Begin to play.
+    def __init__(
+        self,
+        learner: Learner,
+        player: Player,
+        *,
+        lag: int = 1,
+        stall: float = 600.0,
+        waiting: Waiting = nullcontext,
+    ) -> None:
+        """Begin to play. Of several ranks each has a player of its own, and all do this at once.
 
         Args:
             player: with weights of its own, see `FlowPolicy.twin`.
             lag: versions that a sample may be behind the policy that is trained on it.
             stall: seconds without a rollout after which the run ends with an error.
+            waiting: goes around waiting for a rollout.
         Raises: ValueError: lag is negative, or player and learner share weights.
         """
         if lag < 0:
@@ -92,7 +110,7 @@ class SideBySide:
         if isinstance(player, LocalPlayer) and _shared(player.actor, learner):
             raise ValueError("rl: rollout and learner need weights of their own to run side by side")
         self._learner, self._player = learner, player
-        self._lag, self._stall = lag, stall
+        self._lag, self._stall, self._waiting = lag, stall, waiting
         self._queue: Queue[Rollout | BaseException] = Queue(maxsize=lag + 1)
         self._published = self._staging()
         self._news = threading.Condition()
@@ -100,14 +118,6 @@ class SideBySide:
         self._phases = {who: Phases(who) for who in ("learner", "rollout")}
         self._thread = threading.Thread(target=self._play, name="rollout", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> SideBySide:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the rollout's thread at its next chunk; what it played is dropped."""
@@ -139,7 +149,7 @@ class SideBySide:
 
     def _next(self, phases: Phases) -> Rollout:
         try:
-            with phases.of("wait"):
+            with self._waiting(), phases.of("wait"):
                 found = self._queue.get(timeout=self._stall)
         except Empty:
             where = self._phases["rollout"].doing()

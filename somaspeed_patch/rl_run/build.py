@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 
-from somaspeed_patch.rl import stores
+from somaspeed_patch.rl import heads, spread, stores
 from somaspeed_patch.rl.actor import Actor
 from somaspeed_patch.rl.collect import Collector, Plan
 from somaspeed_patch.rl.env_pool import EnvPool
@@ -22,6 +22,7 @@ from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.interface import Interface
 from somaspeed_patch.rl.learner import Learner
 from somaspeed_patch.rl.player import LocalPlayer, Player
+from somaspeed_patch.rl.ranks import Ranks, share
 from somaspeed_patch.rl.stores import Kept, Store
 from somaspeed_patch.rl.trajectory import Trajectory
 from somaspeed_patch.rl.value_head import ValueHead
@@ -82,54 +83,101 @@ class Built:
     learner: WatchedLearner
     store: Store
     pool: EnvPool | None
-    """None: the rollouts' environments are elsewhere"""
+    """this rank's; None: the rollouts' environments are elsewhere"""
+    ranks: Ranks = field(default_factory=Ranks)
+    whole: tuple[FlowPolicy, ValueHead] | None = None
+    """what acts where the learner's weights are sharded; None: they are not"""
+
+    @property
+    def slots(self) -> range:
+        """Which of the recipe's slots are played here."""
+        return self.ranks.share(self.recipe.env.slots)
 
     def actor(self, *, twin: bool = False) -> Actor:
         """With the learner's weights, or others that follow them."""
-        policy = self.parts.policy.twin() if twin else self.parts.policy
-        critic = _critic(self.recipe, policy) if twin else self.learner.value_head
+        policy, critic = self.whole or (self.parts.policy, self.learner.value_head)
+        if twin and self.whole is None:
+            policy = policy.twin()
+            critic = _critic(self.recipe, policy)
         return _actor(self.recipe, policy, critic, self.parts.interface, self.store)
 
     def evaluator(self) -> Actor:
-        """With the learner's weights, keeping no features."""
-        store = NothingKept(self.parts.policy)
-        return _actor(self.recipe, self.parts.policy, self.learner.value_head, self.parts.interface, store)
+        """With the learner's weights as they are now, keeping no features. All ranks call it.
+
+        Where they are sharded it takes the rollout's copy, so none is played meanwhile.
+        """
+        learner, store = self.learner, NothingKept(self.parts.policy)
+        policy, critic = self.whole or (self.parts.policy, learner.value_head)
+        if self.whole is not None:
+            heads.load(policy, critic, heads.whole(learner.policy, learner.value_head))
+        return _actor(self.recipe, policy, critic, self.parts.interface, store)
 
     def collector(self) -> Collector:
         """Of the rollouts that are trained on."""
         if self.pool is None:
             raise RuntimeError("rl: the environments are not in this process")
-        return Collector(self.pool, plan(self.recipe))
+        return self._playing(plan(self.recipe), self.pool)
+
+    def _playing(self, wanted: Plan, pool: EnvPool) -> Collector:
+        found = Collector(pool, wanted)
+        found.first_slot = self.slots.start
+        return found
 
     @contextmanager
     def evaluating(self, player: Player | None) -> Iterator[Collector]:
         """What plays evaluations, in the rollouts' environments between two of them, or else in its own."""
         recipe = self.recipe
+        wanted = evaluation(recipe) if self.ranks.leads else replace(evaluation(recipe), films=0)
         turn = player.paused(recipe.timeouts.stall) if isinstance(player, TurnPlayer) else nullcontext()
         with turn:
             if self.pool is not None:
-                yield Collector(self.pool, evaluation(recipe))
+                yield self._playing(wanted, self.pool)
                 return
             with pool(recipe) as own:
-                yield Collector(own, evaluation(recipe))
+                yield self._playing(wanted, own)
 
 
-def built(recipe: Recipe, saved: Path | None = None) -> Built:
+def built(recipe: Recipe, saved: Path | None = None, ranks: Ranks | None = None) -> Built:
     """Policy, critic, learner, and the environments unless they are elsewhere; close the pool in the end.
 
-    Args: saved: a LeRobot policy as a checkpoint has it, in place of the recipe's path.
-    Raises: ValueError: the policy cannot be made, or cannot be trained from cached features. RuntimeError: an
-        environment does not start.
+    Args:
+        saved: a LeRobot policy as a checkpoint has it, in place of the recipe's path.
+        ranks: those that train together, all of which call this; None: this process alone.
+    Raises: ValueError: the policy cannot be made, cannot be trained from cached features, or not on so many
+        ranks. RuntimeError: an environment does not start.
     """
-    if recipe.backend == "ray":
-        _ray()
+    ranks = ranks or Ranks()
+    _check_backend(recipe, ranks)
+    slots = ranks.share(recipe.env.slots)
     parts = make_parts(recipe, saved)
     torch.manual_seed(recipe.seed + 1)  # what the policy drew for random weights does not matter
     critic = _critic(recipe, parts.policy)
+    whole = _whole(recipe, parts.policy) if ranks.sharded else None
+    spread.spread(parts.policy, critic, ranks)
     store = _store(recipe, parts)
-    learner = WatchedLearner(parts.policy, critic, recipe.ppo, store=store)
-    made = pool(recipe) if recipe.backend == "processes" else None
-    return Built(recipe=recipe, parts=parts, learner=learner, store=store, pool=made)
+    learner = WatchedLearner(parts.policy, critic, recipe.ppo, store=store, ranks=ranks)
+    processes = recipe.backend == "processes"
+    made = pool(recipe, recipe.env.specs()[slots.start : slots.stop]) if processes else None
+    return Built(
+        recipe=recipe, parts=parts, learner=learner, store=store, pool=made, ranks=ranks, whole=whole
+    )
+
+
+def _check_backend(recipe: Recipe, ranks: Ranks) -> None:
+    if recipe.backend == "ray":
+        if ranks.size > 1:
+            raise ValueError(
+                f"backend: ray plays for one learner, but {ranks.size} ranks were started; use backend: "
+                "processes, of which each rank has its share"
+            )
+        _ray()
+
+
+def _whole(recipe: Recipe, policy: FlowPolicy) -> tuple[FlowPolicy, ValueHead]:
+    """What acts beside a learner whose weights are about to be sharded; the frozen ones are one."""
+    spread.freeze_unused(policy)
+    twin = policy.twin()
+    return twin, _critic(recipe, twin)
 
 
 def make_parts(recipe: Recipe, saved: Path | None = None) -> Parts:
@@ -210,11 +258,9 @@ def player(recipe: Recipe, saved: Path | None = None, number: int = 0, workers: 
     parts = make_parts(recipe, saved)
     critic, store = _critic(recipe, parts.policy), _store(recipe, parts)
     actor = _actor(recipe, parts.policy, critic, parts.interface, store)
-    specs = recipe.env.specs()
-    size, more = divmod(len(specs), workers)
-    first = number * size + min(number, more)
-    share = specs[first : first + size + (number < more)]
-    return LocalPlayer(Collector(pool(recipe, share), plan(recipe)), actor)
+    slots = share(recipe.env.slots, number, workers)
+    own = pool(recipe, recipe.env.specs()[slots.start : slots.stop])
+    return LocalPlayer(Collector(own, plan(recipe)), actor)
 
 
 def make_player(recipe: Recipe, found: Built, saved: Path | None) -> Player:

@@ -7,6 +7,9 @@
 
 One is written beside the others under a hidden name, synced to the disk and renamed. Whatever happens before
 the rename leaves the finished ones as they are.
+
+Of several ranks all take part, for weights that are sharded are gathered, and rank 0 writes what one process
+would write: a run goes on under any layout and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from somaspeed_patch.rl import heads
+from somaspeed_patch.rl import heads, spread
+from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.learner import Learner
+from somaspeed_patch.rl.ranks import Ranks
 from somaspeed_patch.rl_run.recipe import Recipe, changes
 
 log = logging.getLogger(__name__)
@@ -45,7 +51,7 @@ class Progress:
     seconds: float = 0.0
     """of wall time, those before a resume included"""
     played: tuple[int, ...] = ()
-    """the collector's state behind the last rollout that was trained on; empty: none was"""
+    """by slot, of the collectors behind the last rollout that was trained on; empty: none was"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +108,37 @@ def load(folder: Path) -> Saved:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint is made of, whole on rank 0."""
+
+    policy: FlowPolicy
+    weights: dict[str, Any] | None
+    """its state dict where it does not have it whole itself"""
+    state: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, learner: Learner, progress: Progress) -> Contents:
+        """The learner as it is. All ranks call it."""
+        policy = learner.policy
+        state = {
+            "learner": learner.state_dict(),
+            "heads": heads.snapshot(policy, learner.value_head),
+            "backbone": policy.tag.backbone,
+            "progress": asdict(progress),
+        }
+        weights = spread.policy_state(policy) if learner.ranks.sharded else None
+        return cls(policy=policy, weights=weights, state=state)
+
+
 class Keeper:
     """Writes the checkpoints of one run, and removes the old ones."""
 
-    def __init__(self, out: Path, recipe: Recipe, save_policy: Callable[[Path], None]) -> None:
+    def __init__(
+        self, out: Path, recipe: Recipe, save_policy: Callable[[Path], None], ranks: Ranks | None = None
+    ) -> None:
         self.folder, self._recipe, self._save_policy = out / "checkpoints", recipe, save_policy
+        self._ranks = ranks or Ranks()
         self._failures: list[str] = []
 
     def finished(self) -> list[Path]:
@@ -116,14 +148,18 @@ class Keeper:
     def write(self, learner: Learner, progress: Progress) -> Path | None:
         """A checkpoint of the learner as it is; None where it could not be written, which is logged.
 
-        Raises: OSError: that happened three times in a row.
+        All ranks call it.
+        Raises: OSError: that happened three times in a row; RuntimeError on the ranks that do not write.
         """
         final = self.folder / f"{progress.iteration:06d}"
-        if final.is_dir():
+        if self._ranks.first(final.is_dir):
             return final
+        return self._ranks.first(partial(self._written, final, Contents.of(learner, progress)))
+
+    def _written(self, final: Path, contents: Contents) -> Path | None:
         part = self.folder / f"{_HIDDEN}{final.name}"
         try:
-            self._fill(part, learner, progress)
+            self._fill(part, contents)
             part.rename(final)
             _sync(self.folder)
             _point(self.folder / LAST, final.name)
@@ -138,20 +174,15 @@ class Keeper:
         self._prune()
         return final
 
-    def _fill(self, part: Path, learner: Learner, progress: Progress) -> None:
+    def _fill(self, part: Path, contents: Contents) -> None:
         shutil.rmtree(part, ignore_errors=True)
         for name in (POLICY, STATE):
             (part / name).mkdir(parents=True)
-        self._save_policy(part / POLICY)
-        state = {
-            "learner": learner.state_dict(),
-            "heads": heads.snapshot(learner.policy, learner.value_head),
-            "backbone": learner.policy.tag.backbone,
-            "progress": asdict(progress),
-        }
-        torch.save(state, part / STATE / "state.pt")
+        with spread.shown(contents.policy, contents.weights):
+            self._save_policy(part / POLICY)
+        torch.save(contents.state, part / STATE / "state.pt")
         _write(part / STATE / "recipe.json", self._recipe.plain())
-        _write(part / STATE / "training_step.json", {"step": progress.iteration})
+        _write(part / STATE / "training_step.json", {"step": contents.state["progress"]["iteration"]})
         for path in sorted(part.rglob("*"), reverse=True):
             _sync(path)
         _sync(part)

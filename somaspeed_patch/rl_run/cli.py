@@ -3,9 +3,10 @@
     somaspeed rl RECIPE                              a YAML file, or the name of a shipped recipe
     somaspeed rl RECIPE --out DIR --resume           go on behind DIR's last checkpoint
     somaspeed rl RECIPE --set ppo.update_epoch=2     with another value of a key
+    torchrun --nproc_per_node 8 -m somaspeed_patch rl RECIPE --set layout.dp_shard=8     on several ranks
 
 Exit code 0: all iterations are done. 1: one failed. 2: the recipe cannot be run. 143, 130: SIGTERM or SIGINT
-ended it, within 60 s and behind a checkpoint; a second one ends it at once.
+ended it, within 60 s and behind a checkpoint; a second one ends it at once, but for several ranks.
 """
 
 from __future__ import annotations
@@ -53,10 +54,15 @@ def main(args: argparse.Namespace) -> int:
 def _run(recipe: Any, out: Path, *, resume: bool) -> int:
     from somaspeed_patch.rl_run import screen, session
 
+    ranks = session.joined(recipe)
+    if not ranks.leads:
+        logging.getLogger("somaspeed_patch").setLevel(logging.ERROR)
+    out = ranks.first(lambda: out)  # its default is of this second
     try:
-        code = session.run(recipe, out, resume=resume)
+        code = session.run(recipe, out, resume=resume, ranks=ranks)
     except session.RunFailed as error:
         log.error("%s", error, exc_info=error.__cause__)
         return 1
-    screen.say(f"written: {out}")
+    if ranks.leads:
+        screen.say(f"written: {out}")
     return code

@@ -14,7 +14,7 @@ TASKS: Mapping[str, int] = {
     "libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90,
 }  # fmt: skip
 """How many tasks a suite has; here, because importing LIBERO takes seconds."""
-FREE = ("name", "description", "iterations", "log", "checkpoint", "evaluate", "timeouts")
+FREE = ("name", "description", "iterations", "log", "checkpoint", "evaluate", "timeouts", "layout")
 """What a resumed run may have otherwise: none of it decides what is learned."""
 
 
@@ -170,6 +170,9 @@ class Recipe:
     backend: Literal["processes", "ray"] = "processes"
     """where the rollouts are played"""
     ray: Ray = field(default_factory=Ray)
+    layout: Mapping[str, Any] | None = None
+    """how what trains lies on the ranks that a launcher starts: keys as of `layouts.layout`; None: each rank
+    has all of it"""
     parity: Literal["none", "rlinf"] = "none"
     """`rlinf`: what differs from RLinf is as it is there, see `parity.rlinf`, whatever the keys say"""
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
@@ -179,6 +182,11 @@ class Recipe:
     seed: int = 0
     threads: int | None = None
     """of torch on the CPU; None: as the process has them"""
+
+    @property
+    def layout_text(self) -> str | None:
+        """As `layouts.layout.parse` reads it."""
+        return None if self.layout is None else ",".join(f"{key}={each}" for key, each in self.layout.items())
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""

@@ -19,6 +19,7 @@ from somaspeed_patch.ab.recipe import find
 from somaspeed_patch.ab.yaml_reader import RecipeError, Section, number, switch, text, whole
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.ppo import Clips
+from somaspeed_patch.rl.ranks import checked
 from somaspeed_patch.rl.settings import Settings
 from somaspeed_patch.rl_run import parity
 from somaspeed_patch.rl_run.recipe import (
@@ -74,6 +75,11 @@ def _checked(top: Section, recipe: Recipe) -> Recipe:
         top.fail("env", f"slots: {env.slots} slots leave some of the {len(env.tasks)} tasks out")
     if recipe.lag is not None and recipe.lag < 0:
         top.fail("lag", f"must be 0 or more, but is {recipe.lag}")
+    if recipe.layout_text is not None:
+        try:
+            checked(recipe.layout_text)
+        except ValueError as error:
+            top.fail("layout", str(error), error)
     if policy.pool == "all" and policy.type != "pi05":
         top.fail("policy", "pool: `all` is pi0.5's only")
     return parity.applied(recipe)

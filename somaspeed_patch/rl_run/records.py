@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import math
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,6 +100,20 @@ class Records:
         """Nothing more comes."""
         for sink in self._sinks:
             sink.close()
+
+
+class Muted(Records):
+    """Of a rank that writes nothing."""
+
+    def __init__(self) -> None:
+        self.lines, self._sinks = Lines(Path(os.devnull)), []
+
+    def add(self, line: Line, scalars: Mapping[str, float]) -> None:
+        """Rank 0 has it."""
+
+    def evaluated(self, iteration: int) -> bool:
+        """Rank 0 knows."""
+        raise RuntimeError("rl: only rank 0 knows what has been evaluated")
 
 
 class _TensorBoard:

@@ -32,6 +32,7 @@ def head(found: Built, recipe: Recipe) -> list[str]:
         f"{policy.name} on {policy.device}: {trained:,} parameters train, and {critic:,} of the value head",
         f"memory {recipe.memory}, backend {recipe.backend}, {width}, parity {recipe.parity}",
         f"environments: {tasks(recipe)}",
+        *([f"{found.ranks.size} ranks, layout {found.ranks.layout}"] if found.ranks.size > 1 else []),
     ]
 
 

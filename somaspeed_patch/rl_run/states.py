@@ -10,25 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from somaspeed_patch.rl.clone import clone
 from somaspeed_patch.rl.libero_states import LiberoStates, load
-from somaspeed_patch.rl.state_flow import StateFlow
 from somaspeed_patch.rl_run.recipe import Recipe
+from somaspeed_patch.rl_run.state_parts import StateParts
 
 _DEFAULTS: Mapping[str, Any] = {"demonstrations": [], "episodes": 20, "steps": 400}
-
-
-class StateParts:
-    """See `build.Parts`."""
-
-    def __init__(self, policy: StateFlow) -> None:
-        self.policy, self.interface = policy, LiberoStates()
-
-    def save(self, directory: Path) -> None:
-        """The network's weights as model.safetensors."""
-        save_file(self.policy.policy.state_dict(), directory / "model.safetensors")
 
 
 def make(recipe: Recipe) -> StateParts:
@@ -50,4 +37,4 @@ def make(recipe: Recipe) -> StateParts:
         )
     episodes = [each for file in files for each in load(Path(file))][: config["episodes"]]
     policy, _ = clone(episodes, horizon=recipe.ppo.executed, steps=config["steps"], seed=recipe.seed)
-    return StateParts(policy)
+    return StateParts(policy, LiberoStates())

@@ -4,12 +4,19 @@ Where the main thread waits or plays, a signal ends that at once: the learner is
 it. In the midst of training it is not, so the iteration may end first, for up to `GRACE` seconds; if it does
 not, the last checkpoint on disk stays the last. A second signal, or `LIMIT` seconds, end the process: the
 kernel ends the environments with it.
+
+Of several ranks (`RankStops`) none may leave what the others are in: a signal interrupts it only where it
+waits for its environments, is noted elsewhere, and all agree where they meet next. A rank that is in a
+collective does not come back for a signal, so a thread sees to the `LIMIT`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -89,3 +96,64 @@ class Stops:
             self._timer = signal.setitimer(signal.ITIMER_REAL, 0)
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._late)
         signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+class RankStops(Stops):
+    """Of one of several ranks. A second signal is the first one, which the launcher has passed on as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waits = False
+        self._over = threading.Event()
+
+    def __enter__(self) -> RankStops:
+        super().__enter__()
+        told, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+        self._told_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(told,), name="stops", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        signal.set_wakeup_fd(self._told_before)
+        os.close(self._tell)  # the thread's last news
+        super().__exit__(kind, error, trace)
+
+    @property
+    def wanted(self) -> int | None:
+        """The signal that came; None: none did."""
+        return self._wanted
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a signal ends what is going on. Raises: Stopped: one came, or had come."""
+        self._waits = True
+        try:
+            if self._wanted is not None:
+                raise Stopped(self._wanted, clean=True)
+            yield
+        finally:
+            self._waits = False
+
+    def train(self) -> None:
+        """See `Stops`; nothing but `waiting` is interrupted anyhow."""
+
+    def done(self) -> None:
+        """See `Stops`; the ranks agree where they meet next."""
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self._wanted is not None:
+            return
+        self._wanted = number
+        if self._waits:
+            raise Stopped(number, clean=True)
+
+    def _watch(self, told: int) -> None:
+        """End the process where a signal has not ended it."""
+        while news := os.read(told, 1):
+            if news[0] in _SIGNALS and not self._over.wait(LIMIT):
+                os._exit(128 + news[0])
+        os.close(told)
