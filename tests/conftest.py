@@ -1,6 +1,7 @@
 """Process-wide settings that must be in place before torch and triton are imported."""
 
 import os
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -44,6 +45,15 @@ def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = compile_fx.compile_fx
     interpreted = partial(whole, inner_compile=lambda graph, inputs, **_: make_boxed_func(graph))
     monkeypatch.setattr(compile_fx, "compile_fx", interpreted)
+
+
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    """What runs of RL have patched in this process comes off again."""
+    import somaspeed_patch
+
+    yield
+    somaspeed_patch.unpatch()
 
 
 @pytest.fixture

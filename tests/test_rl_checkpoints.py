@@ -13,7 +13,7 @@ from somaspeed_patch.rl_run import checkpoints, session
 from somaspeed_patch.rl_run.recipe_file import load
 
 psutil = pytest.importorskip("psutil")
-pytestmark = pytest.mark.usefixtures("steps_by_torch")
+pytestmark = pytest.mark.usefixtures("steps_by_torch", "unpatched")
 
 QUICK = (
     "env.slots=2", "rollout.episodes=3", "rollout.init_states=20", "ppo.global_batch=16",
