@@ -7,12 +7,15 @@ import would take each of them three seconds.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from numpy.typing import NDArray
 
 from somaspeed_patch.rl.env_process import EnvSpec, Observation
 
 FACTORY = f"{__name__}:ReachWorld"
+MORTAL = f"{__name__}:MortalWorld"
 SPEC = EnvSpec(suite="reach", horizon=6, factory=FACTORY)
 
 
@@ -36,3 +39,17 @@ class ReachWorld:
     def observe(self) -> Observation:
         """The state."""
         return {"state": np.concatenate([self._point, self._goal]).astype(np.float32)}
+
+
+class MortalWorld(ReachWorld):
+    """Never solved; its process ends at the eighth step of every life, of several ranks that of rank 1."""
+
+    _steps = 0
+
+    def step(self, action: NDArray[np.float32]) -> bool:
+        """Move, or end."""
+        self._steps += 1
+        if self._steps == 8 and os.environ.get("RANK", "1") == "1":
+            os._exit(7)
+        super().step(action)
+        return False

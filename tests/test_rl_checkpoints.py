@@ -11,6 +11,7 @@ import torch
 
 from somaspeed_patch.rl_run import checkpoints, session
 from somaspeed_patch.rl_run.recipe_file import load
+from somaspeed_patch.testing_rl_reach_world import MORTAL
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.usefixtures("steps_by_torch", "unpatched")
@@ -249,25 +250,9 @@ def test_a_learner_that_fails_says_at_which_iteration(tmp_path):
 
 
 @pytest.mark.parametrize("lag", ["none", "1"])
-def test_a_rollout_that_fails_says_so(tmp_path, monkeypatch, lag):
+def test_a_rollout_that_fails_says_so(tmp_path, lag):
     """An environment that ends at its eighth step of every life, too often by the second iteration."""
-    (tmp_path / "mortal.py").write_text(
-        textwrap.dedent("""
-        import os
-        from somaspeed_patch.testing_rl_reach_world import ReachWorld
-
-        class MortalWorld(ReachWorld):
-            steps = 0
-
-            def step(self, action):
-                self.steps += 1
-                if self.steps == 8:
-                    os._exit(7)
-                return super().step(action) and False
-        """)
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    settings = ("env.factory=mortal:MortalWorld", "env.slots=1", "rollout.episodes=2", f"lag={lag}")
+    settings = (f"env.factory={MORTAL}", "env.slots=1", "rollout.episodes=2", f"lag={lag}")
     with pytest.raises(session.RunFailed, match=r"iteration \d failed at its rollout: RuntimeError: ") as it:
         session.run(recipe(9, *settings), tmp_path / "run")
     found = lines(tmp_path / "run")

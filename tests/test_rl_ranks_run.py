@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from somaspeed_patch.cli import main
 from somaspeed_patch.rl_run import checkpoints
 from somaspeed_patch.testing_rl_ranks import far
+from somaspeed_patch.testing_rl_reach_world import MORTAL
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.usefixtures("steps_by_torch")
@@ -170,25 +171,10 @@ def test_a_signal_ends_all_ranks_behind_one_checkpoint(tmp_path, lag, layout):
 @pytest.mark.parametrize("lag", ["none", "1"])
 def test_a_rank_that_fails_ends_the_run_and_is_named(tmp_path, lag):
     """The second rank's environments end at their eighth step of every life."""
-    (tmp_path / "mortal.py").write_text(
-        textwrap.dedent("""
-        import os
-        from somaspeed_patch.testing_rl_reach_world import ReachWorld
-
-        class MortalWorld(ReachWorld):
-            steps = 0
-
-            def step(self, action):
-                self.steps += 1
-                if self.steps == 8 and os.environ["RANK"] == "1":
-                    os._exit(7)
-                return super().step(action) and False
-        """)
-    )
-    settings = ("env.factory=mortal:MortalWorld", "rollout.episodes=8", f"lag={lag}", "iterations=9")
+    settings = (f"env.factory={MORTAL}", "rollout.episodes=8", f"lag={lag}", "iterations=9")
     begun_at = time.monotonic()
     ended = subprocess.run(
-        words(tmp_path / "run", *settings), env=environment(PYTHONPATH=str(tmp_path)), capture_output=True,
+        words(tmp_path / "run", *settings), env=environment(), capture_output=True,
         text=True, timeout=100,
     )  # fmt: skip
     assert ended.returncode != 0 and time.monotonic() - begun_at < 60

@@ -19,6 +19,7 @@ from somaspeed_patch.rl.flow_sde import Draws, Flow, side_by_side
 from somaspeed_patch.rl.interface import Interface
 from somaspeed_patch.rl.sampler import Sampler
 from somaspeed_patch.rl.stores import HostStore, Kept, Store
+from somaspeed_patch.rl.trajectory import Chunk
 from somaspeed_patch.rl.value_head import ValueHead
 
 
@@ -36,6 +37,13 @@ class Decision:
     k: int
     noise_level: float
     log_prob: Tensor
+
+    def chunk(self, rewards: Tensor, dones: Tensor) -> Chunk:
+        """It, and what the environment said: [C] fp32 and [C] bool of each step."""
+        return Chunk(
+            record=self.record, x=self.x, x_next=self.x_next, k=self.k, noise_level=self.noise_level,
+            log_prob=self.log_prob, value=self.value, rewards=rewards, dones=dones,
+        )  # fmt: skip
 
 
 class Acts(Protocol):

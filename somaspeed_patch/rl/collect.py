@@ -263,11 +263,7 @@ def _film(seat: _Seat, pictures: list[NDArray[np.uint8]], success: bool) -> Film
 
 def _chunk(decision: Decision, result: env_process.Chunk) -> Chunk:
     dones = np.maximum.accumulate(result.terminated | result.truncated)
-    return Chunk(
-        record=decision.record, x=decision.x, x_next=decision.x_next, k=decision.k,
-        noise_level=decision.noise_level, log_prob=decision.log_prob, value=decision.value,
-        rewards=torch.from_numpy(result.rewards.copy()), dones=torch.from_numpy(dones),
-    )  # fmt: skip
+    return decision.chunk(torch.from_numpy(result.rewards.copy()), torch.from_numpy(dones))
 
 
 def _trajectory(seat: _Seat, version: int, value: float | None) -> Trajectory:

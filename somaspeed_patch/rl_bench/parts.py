@@ -106,18 +106,14 @@ def episodes(actor: Actor, count: int, store: Store, image_size: int, batch: int
     """`count` chunks of random images, each an episode; nothing is executed."""
     rng, seed = np.random.default_rng(0), torch.Generator().manual_seed(0)
     actor.store = store
-    found: list[Chunk] = []
+    ended, found = torch.ones(actor.executed, dtype=torch.bool), list[Chunk]()
     while len(found) < count:
         seen = [_observation(rng, image_size) for _ in range(min(batch, count - len(found)))]
         draws = [flow_sde.draw(1, actor.policy.shape, actor.flow, seed) for _ in seen]
         found += [
-            Chunk(
-                record=each.record, x=each.x, x_next=each.x_next, k=each.k, noise_level=each.noise_level,
-                log_prob=each.log_prob, value=each.value, dones=torch.ones(actor.executed, dtype=torch.bool),
-                rewards=torch.from_numpy(rng.random(actor.executed, np.float32)),
-            )
+            each.chunk(torch.from_numpy(rng.random(actor.executed, np.float32)), ended)
             for each in actor.act(seen, draws)
-        ]  # fmt: skip
+        ]
     return [
         Trajectory(env=0, episode=i, version=0, chunks=[chunk], terminated=True, final_value=0.0)
         for i, chunk in enumerate(found)
