@@ -208,19 +208,21 @@ def counted(doing: Doing) -> dict[str, Any]:
     learner = doing.learner
     steps: list[list[tuple[float, list[int]]]] = []
     chosen: list[list[int]] = []
-    update, rows = learner._update, learner._rows
+    done: list[Any] = []
+    update, there = learner._update, learner._there
 
     def seen(batches: Any) -> dict[str, Tensor]:
         every = list(batches)
-        told = zip(every, chosen[-len(every) :], strict=True)
+        told = zip(every, chosen[len(done) : len(done) + len(every)], strict=True)
+        done.extend(every)
         steps.append([(float(batch.share), index) for batch, index in told])
         return update(every)
 
-    def taken(targets: Any, index: Tensor) -> Any:
-        chosen.append(index.tolist())
-        return rows(targets, index)
+    def taken(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        chosen.extend(part.tolist() for part in parts)
+        return there(parts)
 
-    with replaced.object(learner, "_update", seen), replaced.object(learner, "_rows", taken):
+    with replaced.object(learner, "_update", seen), replaced.object(learner, "_there", taken):
         metrics = doing.iterate()
     return {"steps": steps, "metrics": metrics, "made": learner.steps}
 

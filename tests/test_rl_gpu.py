@@ -9,8 +9,10 @@ import torch
 pytest.importorskip("lerobot", reason="needs lerobot")
 
 import somaspeed_patch
+from somaspeed_patch.pi05 import hints
 from somaspeed_patch.rl import heads, stores
 from somaspeed_patch.rl.actor import Actor
+from somaspeed_patch.rl.encoder import Encoder
 from somaspeed_patch.rl.features import Features, Tag
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.learner import Learner
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 FLOW = Flow(steps=3, noise_level=0.5)
+MASK = "observation.language.attention_mask"
 SETTINGS = Settings(
     flow=FLOW, executed=2, global_batch=8, micro_batch=4, update_epoch=2, actor_lr=1e-3, tokens=64
 )
@@ -120,6 +123,38 @@ def test_weights_that_moved_elsewhere_are_recorded_anew():
     after = sampler(encoded, draws)[0].action
     expected = Sampler(policy, value_head(policy).cuda(), FLOW, graphs=False)(encoded, draws)[0].action
     assert torch.equal(after, expected) and not torch.equal(after, before)
+
+
+def hinted(policy, count):
+    batch = observed(policy, count)
+    mask = batch[MASK]
+    hints.attach(mask, hints.measure(mask.cpu()))
+    return batch
+
+
+def test_a_replayed_encoder_is_the_eager_one_bit_for_bit_also_of_other_weights():
+    policy = pi05()
+    encoder = Encoder(policy, graphs=True)
+    ways = []
+    for _ in range(2):
+        for count in (1, 3, 1):
+            batch = hinted(policy, count)
+            found, expected = encoder(batch, count), policy.encode(batch)
+            mine, theirs = found.tensors(), expected.tensors()
+            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        ways.append(found.tokens["key"])
+        assert encoder.replays >= 3
+        with torch.no_grad():
+            for each in policy.policy.model.paligemma_with_expert.paligemma.parameters():
+                each.mul_(1.5)
+    assert not torch.equal(*ways)
+
+
+def test_many_observations_are_not_recorded():
+    policy = pi05()
+    encoder = Encoder(policy, graphs=True)
+    encoder(hinted(policy, 9), 9)
+    assert encoder.replays == 0
 
 
 def test_what_is_kept_in_page_locked_memory_comes_back_while_others_compute():

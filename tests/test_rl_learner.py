@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from somaspeed_patch.rl import features, flow_sde, heads, ppo, samples, scores
+from somaspeed_patch.rl.features import Record, Tag
 from somaspeed_patch.rl.flow_sde import Flow
 from somaspeed_patch.rl.learner import Learner
+from somaspeed_patch.rl.minibatch import Targets
 from somaspeed_patch.rl.settings import Settings
+from somaspeed_patch.rl.trajectory import Chunk, Trajectory
 from somaspeed_patch.testing_rl import state_policy, trajectories, value_head
 
 pytestmark = pytest.mark.usefixtures("steps_by_torch")
@@ -68,14 +71,47 @@ def test_a_step_is_that_of_the_losses_by_hand():
         assert torch.allclose(mine, expected, atol=2e-6)
 
 
+def test_advantages_of_trajectories_side_by_side_are_those_of_each():
+    rng = torch.Generator().manual_seed(0)
+    lengths, cut = [3, 1, 7, 4], [False, True, True, False]
+    episodes = [_episode(count, after, rng) for count, after in zip(lengths, cut, strict=True)]
+    found = samples.collate(episodes, gamma=0.9, lam=0.8)
+    begin = 0
+    for each, after in zip(episodes, cut, strict=True):
+        rewards = torch.stack([chunk.rewards.sum() for chunk in each.chunks])
+        values = torch.tensor([*(chunk.value for chunk in each.chunks), each.final_value])
+        trace, expected = 0.0, []
+        for index in reversed(range(len(each))):
+            last = index == len(each) - 1
+            ahead = values[index + 1] if after or not last else 0.0
+            trace = rewards[index] + 0.9 * ahead - values[index] + (0.0 if last else 0.9 * 0.8 * trace)
+            expected.insert(0, trace)
+        mine = slice(begin, begin + len(each))
+        assert torch.allclose(found.advantages[mine], torch.stack(expected), atol=1e-6)
+        assert torch.allclose(found.returns[mine], torch.stack(expected) + values[:-1], atol=1e-6)
+        begin += len(each)
+    assert begin == len(found)
+
+
+def _episode(count, cut, rng):
+    nothing, record = torch.zeros(2, 3), Record(tokens={}, fixed={}, tag=Tag(model="test", backbone="0"))
+    chunks = [
+        Chunk(
+            record=record, x=nothing, x_next=nothing, k=0, noise_level=0.5, log_prob=nothing, value=float(torch.rand((), generator=rng)),
+            rewards=torch.rand(2, generator=rng), dones=torch.zeros(2, dtype=torch.bool),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    final = float(torch.rand((), generator=rng)) if cut else 0.0
+    return Trajectory(env=0, episode=0, version=0, chunks=chunks, terminated=not cut, final_value=final)
+
+
 @pytest.mark.parametrize(("epochs", "batch"), [(1, 16), (3, 8), (2, 48)])
 def test_each_chunk_is_trained_update_epoch_times(monkeypatch, epochs, batch):
     learner = made(update_epoch=epochs, global_batch=batch, micro_batch=8)
     trained = []
-    rows = learner._rows
-    monkeypatch.setattr(
-        learner, "_rows", lambda targets, part: (trained.append(part), rows(targets, part))[1]
-    )
+    rows = Targets.rows
+    monkeypatch.setattr(Targets, "rows", lambda self, part: (trained.append(part), rows(self, part))[1])
     learner.iterate(rollout(learner.policy, learner.value_head, count=20))
     assert torch.cat(trained).bincount().tolist() == [epochs] * 20
     assert learner.steps == epochs * -(-20 // batch)

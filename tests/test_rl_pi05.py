@@ -56,6 +56,28 @@ def test_without_noise_it_acts_as_lerobot_does(name):
     assert (found[..., : policy.action_dim] - expected).abs().max() < 2e-6 * moved
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_graph_replays_of_a_batch_encodes_the_same(name):
+    config, options = CASES[name]
+    policy = made(**config)
+    batch = make_batch(policy.policy, **options)
+    expected, recordable = policy.encode(batch), policy.recordable(batch)
+    assert recordable.key.longest >= max(options.get("language_lengths", [1]))
+    found = recordable.encode({name: each.clone() for name, each in recordable.tensors.items()})
+    assert torch.equal(found.length, expected.length)
+    assert torch.equal(found.fixed["pooled"], expected.fixed["pooled"])
+    for index, size in enumerate(found.length.tolist()):
+        for each in ("key", "value"):
+            mine, theirs = (one.tokens[each][:, index, :size] for one in (found, expected))
+            assert torch.equal(mine, theirs)
+
+
+def test_a_batch_whose_prompts_only_the_device_knows_is_not_recorded(monkeypatch):
+    policy = made()
+    monkeypatch.setattr("somaspeed_patch.pi05.hints.of", lambda mask: None)
+    assert policy.recordable(observations(policy)) is None
+
+
 def test_the_critic_may_read_padding_too_and_nothing_else_changes():
     policy = made()
     other = PI05Flow(policy.policy, pool="all")

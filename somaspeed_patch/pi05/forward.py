@@ -121,7 +121,7 @@ def encode(
 
     Args: compact: of `prefix.plan`; None: as the feature compact_tokens says.
     """
-    trunk = _trunk(model, tokens.device)
+    trunk = working_trunk(model, tokens.device)
     wanted = bool(features.value("compact_tokens")) if compact is None else compact
     layout = prefix.plan(img_masks, masks, _image_tokens(trunk), wanted)
     if compact is None:
@@ -158,7 +158,7 @@ def _expert(model: Any, hidden: Tensor, cond: Tensor, context: prefix.Prefix) ->
     )
 
 
-def _trunk(model: Any, device: torch.device) -> Any:
+def working_trunk(model: Any, device: torch.device) -> Any:
     """The frozen PaliGemmaModel to run: the host's, or a copy with its autocast weights cast once."""
     host = model.paligemma_with_expert.paligemma.model
     dtype = frozen.autocast_dtype(device) if features.value("cast_once") else None

@@ -70,7 +70,7 @@ def plan(img_masks: list[Tensor], masks: Tensor, image_tokens: int, compact: boo
     cameras = tuple(i for i, hint in enumerate(seen) if hint is None or hint.longest > 0)
     language = hints.of(masks)
     leading = language is not None and language.leading
-    slots = masks.shape[1] if language is None else _bucket(language.longest, masks.shape[1])
+    slots = masks.shape[1] if language is None else bucket(language.longest, masks.shape[1])
     kept = masks[:, :slots] if leading else masks
     if leading and all(hint is not None and hint.every for hint in (seen[i] for i in cameras)):
         length, order = kept.sum(1) + len(cameras) * image_tokens, None
@@ -87,7 +87,7 @@ def plan(img_masks: list[Tensor], masks: Tensor, image_tokens: int, compact: boo
     )
 
 
-def _bucket(longest: int, slots: int) -> int:
+def bucket(longest: int, slots: int) -> int:
     """The number of language slots to compute for prompts of up to `longest` tokens."""
     if longest == 0:
         return 0

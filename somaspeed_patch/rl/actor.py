@@ -13,6 +13,7 @@ from torch import Tensor
 
 from somaspeed_patch.rl import heads as published
 from somaspeed_patch.rl import streams
+from somaspeed_patch.rl.encoder import Encoder
 from somaspeed_patch.rl.env_process import Observation
 from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.flow_sde import Draws, Flow, side_by_side
@@ -80,13 +81,14 @@ class Actor:
         Args:
             executed: C, steps of a chunk that the environment executes.
             store: where features wait for the learner; None: on the host.
-            graphs: replay CUDA graphs of sampling; nothing on a CPU.
+            graphs: replay CUDA graphs of encoding and sampling; nothing on a CPU.
         """
         if not 0 < executed <= policy.shape[0]:
             raise ValueError(f"actor: executed must be 1 to {policy.shape[0]}, but is {executed}")
         self.policy, self.value_head, self.interface = policy, value_head, interface
         self.flow, self.executed, self.version = flow, executed, version
         self.store = store or HostStore(policy)
+        self._encoder = Encoder(policy, graphs=graphs)
         self._sampler = Sampler(policy, value_head, flow, graphs=graphs)
 
     @property
@@ -96,7 +98,7 @@ class Actor:
 
     def act(self, observations: Sequence[Observation], draws: Sequence[Draws]) -> list[Decision]:
         """A decision for each observation, with its own draws."""
-        encoded = self.policy.encode(self.interface.batch(observations))
+        encoded = self._encoder(self.interface.batch(observations), len(observations))
         sample, values = self._sampler(encoded, side_by_side(draws))
         actions = self.interface.actions(sample.action[:, : self.executed, : self.policy.action_dim])
         records = self.store.keep(encoded, self.policy.tag, observations)

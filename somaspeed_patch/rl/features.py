@@ -175,19 +175,28 @@ def _longer(values: Tensor, tokens: int) -> Tensor:
 
 
 def _side_by_side(records: Sequence[Record], name: str, size: int, device: torch.device | None) -> Tensor:
-    """[L, B, N, ...], zeros behind each sample's tokens: garbage there could be NaN."""
-    like = records[0].tokens[name]
-    found = like.new_zeros(like.shape[0], len(records), size, *like.shape[2:], device=device)
-    for index, record in enumerate(records):
-        found[:, index, : record.length].copy_(record.tokens[name], non_blocking=True)
-    return found
+    """[L, B, N, ...], zeros behind each sample's tokens: garbage there could be NaN.
+
+    In memory a sample's layers lie together, as in a record: one copy each, with nothing in between.
+    """
+    parts = [record.tokens[name] for record in records]
+    like = parts[0]
+    full = all(each.shape[1] == size for each in parts)
+    if full and like.device == device:
+        return torch.stack(parts).transpose(0, 1)
+    new = like.new_empty if full else like.new_zeros
+    found = new((len(parts), like.shape[0], size, *like.shape[2:]), device=device)
+    for place, each in zip(found.unbind(), parts, strict=True):
+        (place if each.shape[1] == size else place[:, : each.shape[1]]).copy_(each, non_blocking=True)
+    return found.transpose(0, 1)
 
 
 def _moved(values: Tensor, device: torch.device | None) -> Tensor:
     """On another device; masks and lengths keep a twin on the CPU, which no step has to wait for."""
     if device is None:
         return values
-    there = values.to(device, non_blocking=True)
+    locked = device.type == "cuda" and values.device.type == "cpu"  # else this would wait for earlier copies
+    there = (values.pin_memory() if locked else values).to(device, non_blocking=True)
     facts.moved(values, there)
     return there
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -24,6 +25,20 @@ from somaspeed_patch.rl.features import Features, Tag
 from somaspeed_patch.rl.flow_sde import Draws, Flow, Sample
 
 P = TypeVar("P", bound="FlowPolicy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recordable:
+    """A batch whose encoding a CUDA graph can replay."""
+
+    tensors: Mapping[str, Tensor]
+    """all that is read of the batch"""
+    key: Hashable
+    """batches with the same one and the same shapes run the same kernels"""
+    encode: Callable[[Mapping[str, Tensor]], Features]
+    """waits for nothing"""
+    module: nn.Module
+    """whose weights are read; where another one comes back, nothing recorded holds any more"""
 
 
 class FlowPolicy(ABC):
@@ -120,6 +135,10 @@ class FlowPolicy(ABC):
         """
         with torch.no_grad(), self._context():
             return self._encode(batch)
+
+    def recordable(self, batch: Mapping[str, Any]) -> Recordable | None:
+        """What a CUDA graph of `encode` needs of a batch; None: it is run kernel by kernel."""
+        return None
 
     def velocity(self, encoded: Features, x: Tensor, s: Tensor) -> Tensor:
         """[B, H, A] fp32, towards noise; differentiable in `trainable`.

@@ -7,6 +7,7 @@ own trajectories, are one learner: see `ranks`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -142,23 +143,29 @@ class Learner:
         parts += [torch.arange(1)] * (every.rounds(self.settings.micro_batch) - len(parts))  # others wait
         encoded = self._features(found, parts)
         scores = [
-            self._objective.log_prob(each, self._rows(targets, part))
-            for part, each in zip(parts, encoded, strict=True)
+            self._objective.log_prob(each, targets.rows(rows))
+            for rows, each in zip(self._there(parts), encoded, strict=True)
         ]
         return torch.cat(scores)[: len(found)]
 
     def _updates(self, found: Samples, targets: Targets, every: Union) -> Iterator[dict[str, Tensor]]:
         """Every optimizer step of an iteration; what is logged of each."""
         steps = [parts for epoch in range(self.settings.update_epoch) for parts in self._steps(every, epoch)]
-        encoded = self._features(found, [part.index for parts in steps for part in parts])
+        batches = self._batches(found, targets, [part for parts in steps for part in parts])
         for parts in steps:
-            yield self._update(
-                Minibatch(
-                    encoded=next(encoded), targets=self._rows(targets, part.index),
-                    share=torch.tensor(part.share, device=self.policy.device),
-                )
-                for part in parts
-            )  # fmt: skip
+            yield self._update(itertools.islice(batches, len(parts)))
+
+    def _batches(self, found: Samples, targets: Targets, parts: Sequence[Part]) -> Iterator[Minibatch]:
+        """The microbatches of an iteration."""
+        chosen = [part.index for part in parts]
+        shares = torch.tensor([part.share for part in parts], device=self.policy.device)
+        encoded = self._features(found, chosen)
+        for rows, share, seen in zip(self._there(chosen), shares, encoded, strict=True):
+            yield Minibatch(encoded=seen, targets=targets.rows(rows), share=share)
+
+    def _there(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Indices on the device, sent in one copy: each copy waits for what was computed before."""
+        return torch.split(torch.cat(list(parts)).to(self.policy.device), [len(part) for part in parts])
 
     def _steps(self, every: Union, epoch: int) -> Iterator[list[Part]]:
         """Microbatches of each optimizer step of an epoch, every sample once."""
@@ -194,9 +201,6 @@ class Learner:
         """A graph adds to the gradients where they lay when it was recorded."""
         warm = self.steps >= self.settings.critic_warmup
         self.optimizer.zero_grad(set_to_none=not (self._graphed and warm))
-
-    def _rows(self, targets: Targets, part: Tensor) -> Targets:
-        return targets.rows(part.to(self.policy.device))
 
     def _features(self, found: Samples, parts: Iterable[Tensor]) -> Iterator[Features]:
         """Of one part after the other."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from somaspeed_patch.pi05 import forward, prefix
+from somaspeed_patch.pi05 import forward, hints, prefix
 from somaspeed_patch.rl.features import Features, leading, packed
-from somaspeed_patch.rl.flow_policy import FlowPolicy
+from somaspeed_patch.rl.flow_policy import FlowPolicy, Recordable
 from somaspeed_patch.rl.value_head import masked_mean
 
 _TOKENS, _MASK = "observation.language.tokens", "observation.language.attention_mask"
@@ -63,6 +64,26 @@ class PI05Flow(FlowPolicy):
     def trainable(self) -> dict[str, nn.Parameter]:
         """The expert and the projections around it, without its unused lm_head."""
         return {name: p for name, p in super().trainable().items() if _UNUSED not in name}
+
+    def recordable(self, batch: Mapping[str, Any]) -> Recordable | None:
+        """See `FlowPolicy`; None where only the device knows how long the prompts are."""
+        known = hints.of(batch[_MASK])
+        if known is None:
+            return None
+        hint = known._replace(longest=prefix.bucket(known.longest, batch[_MASK].shape[1]))
+        read = (*self._model.config.image_features, _TOKENS, _MASK)
+        with torch.no_grad(), self._context():
+            trunk = forward.working_trunk(self._model, self.device)
+        return Recordable(
+            tensors={name: batch[name] for name in read if name in batch},
+            key=hint,
+            encode=partial(self._encode_hinted, hint),
+            module=trunk,
+        )
+
+    def _encode_hinted(self, hint: hints.Valid, batch: Mapping[str, Any]) -> Features:
+        hints.attach(batch[_MASK], hint)
+        return self.encode(batch)
 
     def _refusal(self) -> str | None:
         return forward.refusal(self._model)

@@ -56,7 +56,7 @@ def collate(
     if not trajectories:
         raise ValueError("samples: there is no trajectory")
     chunks = [chunk for trajectory in trajectories for chunk in trajectory.chunks]
-    gained = [_advantages(trajectory, gamma, lam) for trajectory in trajectories]
+    gained, returns = _advantages(trajectories, chunks, gamma, lam)
     of = torch.cat([torch.full((len(each),), index) for index, each in enumerate(trajectories)])
     versions = torch.tensor([each.version for each in trajectories])
     return Samples(
@@ -67,24 +67,35 @@ def collate(
         noise_level=torch.tensor([chunk.noise_level for chunk in chunks]),
         log_prob=torch.stack([chunk.log_prob for chunk in chunks]),
         values=torch.tensor([chunk.value for chunk in chunks]),
-        advantages=torch.cat([found for found, _ in gained]),
-        returns=torch.cat([returns for _, returns in gained]),
+        advantages=gained,
+        returns=returns,
         version=versions[of],
         trajectory=of,
         weights=adv.trajectory_weights(of) if equal_weight else torch.ones(len(of)),
     )
 
 
-def _advantages(trajectory: Trajectory, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [T]."""
-    chunks = trajectory.chunks
-    rewards = torch.stack([_reward(chunk) for chunk in chunks])
-    values = torch.tensor([*(chunk.value for chunk in chunks), trajectory.final_value])
-    ends = torch.zeros(len(chunks), dtype=torch.bool)
-    ends[-1] = trajectory.terminated  # a cut episode goes on in `final_value`
-    found, returns = adv.gae(rewards[:, None], values[:, None], ends[:, None], gamma, lam)
-    return found[:, 0], returns[:, 0]
+def _advantages(
+    trajectories: Sequence[Trajectory], chunks: Sequence[Chunk], gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [N] of all chunks.
 
-
-def _reward(chunk: Chunk) -> Tensor:
-    return adv.chunk_rewards(chunk.rewards, chunk.dones)
+    Trajectories stand side by side with their ends together, [T, B], so that Python counts the T chunks of
+    the longest one and not all N: a trajectory at a time took a third of an iteration of 1024 samples, whose
+    GPU work takes 0.13 s (H200).
+    """
+    lengths = torch.tensor([len(each) for each in trajectories])
+    size, count = int(lengths.max()), len(trajectories)
+    column = torch.repeat_interleave(torch.arange(count), lengths)
+    first = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    row = torch.arange(len(chunks)) - first + size - lengths[column]
+    rewards, values = torch.zeros(size, count), torch.zeros(size + 1, count)
+    rewards[row, column] = adv.chunk_rewards(
+        torch.stack([each.rewards for each in chunks]), torch.stack([each.dones for each in chunks])
+    )
+    values[row, column] = torch.tensor([each.value for each in chunks])
+    values[-1] = torch.tensor([each.final_value for each in trajectories])
+    ends = torch.zeros(size, count, dtype=torch.bool)
+    ends[-1] = torch.tensor([each.terminated for each in trajectories])  # a cut one goes on in `final_value`
+    found, returns = adv.gae(rewards, values, ends, gamma, lam)
+    return found[row, column], returns[row, column]

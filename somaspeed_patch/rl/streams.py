@@ -11,10 +11,13 @@ from somaspeed_patch.rl.features import Features
 
 
 def own(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, this thread computes on a stream of its own; nothing on a CPU."""
+    """Inside, this thread computes on a stream of its own; nothing on a CPU.
+
+    Its kernels go first: environments wait for an action, while nobody waits for the learner's next step.
+    """
     if device.type != "cuda":
         return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
 
 
 def wait(device: torch.device) -> None:

@@ -99,7 +99,7 @@ class _Arm:
         self._learner.iterate(episodes)
         seconds = time.perf_counter() - begun
         self._exchange()
-        return len(episodes) / seconds
+        return sum(map(len, episodes)) / seconds
 
     def _exchange(self) -> None:
         """The arms train one policy, each with gradients of its own: graphs know where theirs are."""

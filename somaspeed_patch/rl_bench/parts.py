@@ -27,6 +27,7 @@ from somaspeed_patch.rl.trajectory import Chunk, Trajectory
 from somaspeed_patch.rl.value_head import ValueHead
 
 _HORIZON = 10  # H of openpi's pi05_libero, which published RL runs train
+_EPISODE = 48  # chunks: 240 steps of LIBERO-Spatial, 5 a chunk
 _TOKENS, _MASK = "observation.language.tokens", "observation.language.attention_mask"
 
 
@@ -103,20 +104,20 @@ def settings(args: argparse.Namespace, **others: Any) -> Settings:
 
 
 def episodes(actor: Actor, count: int, store: Store, image_size: int, batch: int = 16) -> list[Trajectory]:
-    """`count` chunks of random images, each an episode; nothing is executed."""
+    """`count` chunks of random images, in episodes of LIBERO's length; nothing is executed."""
     rng, seed = np.random.default_rng(0), torch.Generator().manual_seed(0)
     actor.store = store
-    ended, found = torch.ones(actor.executed, dtype=torch.bool), list[Chunk]()
+    found = list[Chunk]()
     while len(found) < count:
         seen = [_observation(rng, image_size) for _ in range(min(batch, count - len(found)))]
         draws = [flow_sde.draw(1, actor.policy.shape, actor.flow, seed) for _ in seen]
-        found += [
-            each.chunk(torch.from_numpy(rng.random(actor.executed, np.float32)), ended)
-            for each in actor.act(seen, draws)
-        ]
+        for each in actor.act(seen, draws):
+            ended = torch.full((actor.executed,), len(found) % _EPISODE == _EPISODE - 1)
+            found.append(each.chunk(torch.from_numpy(rng.random(actor.executed, np.float32)), ended))
+    parts = [found[i : i + _EPISODE] for i in range(0, count, _EPISODE)]
     return [
-        Trajectory(env=0, episode=i, version=0, chunks=[chunk], terminated=True, final_value=0.0)
-        for i, chunk in enumerate(found)
+        Trajectory(env=0, episode=i, version=0, chunks=part, terminated=True, final_value=0.0)
+        for i, part in enumerate(parts)
     ]
 
 
