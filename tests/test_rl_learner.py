@@ -97,7 +97,8 @@ def _episode(count, cut, rng):
     nothing, record = torch.zeros(2, 3), Record(tokens={}, fixed={}, tag=Tag(model="test", backbone="0"))
     chunks = [
         Chunk(
-            record=record, x=nothing, x_next=nothing, k=0, noise_level=0.5, log_prob=nothing, value=float(torch.rand((), generator=rng)),
+            record=record, x=nothing, x_next=nothing, k=0, noise_level=0.5, log_prob=nothing,
+            value=float(torch.rand((), generator=rng)),
             rewards=torch.rand(2, generator=rng), dones=torch.zeros(2, dtype=torch.bool),
         )
         for _ in range(count)

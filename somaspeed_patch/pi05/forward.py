@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from somaspeed_patch import features, frozen, guarded, sites
+from somaspeed_patch import features, frozen, guarded, recorded, sites
 from somaspeed_patch.compiled import CompiledLayer, compile_in_place, eager_again
 from somaspeed_patch.layouts import units
 from somaspeed_patch.pi05 import expert, prefix
@@ -135,7 +135,8 @@ def encode(
 
 def velocity(model: Any, noisy: Tensor, time: Tensor, context: prefix.Prefix) -> Tensor:
     """The expert's prediction of noise - action: [B, S, A] fp32 for noisy actions [B, S, A] and time [B]."""
-    hidden, _, _, cond = model.embed_suffix(noisy, time)
+    with recorded.constants():
+        hidden, _, _, cond = model.embed_suffix(noisy, time)
     hidden = _expert(model, hidden, cond, context)
     hidden = hidden[:, -model.config.chunk_size :].float()
     found: Tensor = model._apply_checkpoint(model.action_out_proj, hidden)

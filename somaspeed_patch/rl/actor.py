@@ -13,7 +13,7 @@ from torch import Tensor
 
 from somaspeed_patch.rl import heads as published
 from somaspeed_patch.rl import streams
-from somaspeed_patch.rl.encoder import Encoder
+from somaspeed_patch.rl.encoder import MOST, Encoder
 from somaspeed_patch.rl.env_process import Observation
 from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.flow_sde import Draws, Flow, side_by_side
@@ -98,6 +98,11 @@ class Actor:
 
     def act(self, observations: Sequence[Observation], draws: Sequence[Draws]) -> list[Decision]:
         """A decision for each observation, with its own draws."""
+        size = MOST if self._encoder.graphed else len(observations)
+        parts = [slice(i, i + size) for i in range(0, len(observations), size)]
+        return [each for part in parts for each in self._act(observations[part], draws[part])]
+
+    def _act(self, observations: Sequence[Observation], draws: Sequence[Draws]) -> list[Decision]:
         encoded = self._encoder(self.interface.batch(observations), len(observations))
         sample, values = self._sampler(encoded, side_by_side(draws))
         actions = self.interface.actions(sample.action[:, : self.executed, : self.policy.action_dim])

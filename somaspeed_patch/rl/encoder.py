@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from somaspeed_patch.rl.features import Features
+from somaspeed_patch.rl.features import Features, repeated
 from somaspeed_patch.rl.flow_policy import FlowPolicy, Recordable
-from somaspeed_patch.rl.graphs import Graphed
+from somaspeed_patch.rl.graphs import Computation, Graphed
 
-_MOST = 8  # observations: with more the GPU takes longer than Python, 48 and 57 ms at 8
+MOST = 8
+"""observations: with more the GPU takes longer than Python, 48 and 57 ms at 8"""
+_SIZES = (1, 2, 4, 6, MOST)  # rows computed: torch.compile takes 8 shapes, with those of the learner
 
 
 class Encoder:
@@ -24,29 +26,32 @@ class Encoder:
 
     def __init__(self, policy: FlowPolicy, *, graphs: bool) -> None:
         self._policy = policy
-        self._graphed = graphs and policy.device.type == "cuda"
+        self.graphed = graphs and policy.graphed_encoding and policy.device.type == "cuda"
+        """whether batches of up to `MOST` are replayed"""
         self._module: nn.Module | None = None
         self._graphs: dict[Hashable, Graphed] = {}
 
     def __call__(self, batch: Mapping[str, Any], count: int) -> Features:
         """What `FlowPolicy.encode` gives of a batch of `count`."""
-        found = self._policy.recordable(batch) if self._graphed and count <= _MOST else None
-        return self._policy.encode(batch) if found is None else self._replayed(found)
+        found = self._policy.recordable(batch) if self.graphed and count <= MOST else None
+        return self._policy.encode(batch) if found is None else self._replayed(found, count)
 
     @property
     def replays(self) -> int:
         """Batches that were replays, of the weights as they are."""
         return sum(each.replays for each in self._graphs.values())
 
-    def _replayed(self, found: Recordable) -> Features:
+    def _replayed(self, found: Recordable, count: int) -> Features:
         if found.module is not self._module:  # recordings read the memory of the one before
             self._module, self._graphs = found.module, {}
         if found.key not in self._graphs:
             self._graphs[found.key] = Graphed(_encoding(found), found.module.parameters(), "encoder")
-        return Features.of(self._graphs[found.key](found.tensors))
+        rows = next(size for size in _SIZES if size >= count)
+        tensors = {name: repeated(each, rows) for name, each in found.tensors.items()}
+        return Features.of(self._graphs[found.key](tensors)).first(count)
 
 
-def _encoding(found: Recordable) -> Any:
+def _encoding(found: Recordable) -> Computation:
     def compute(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return found.encode(tensors).tensors()
 

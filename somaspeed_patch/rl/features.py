@@ -75,13 +75,20 @@ class Features:
     def padded(self, rows: int, tokens: int) -> Features:
         """With more samples, copies of the last one, and with more tokens, zeros that are not valid."""
         more, size = rows - len(self.length), self.tokens_per_sample
-        index = torch.arange(rows, device=self.length.device).clamp(max=len(self.length) - 1)
         if more < 0 or (self.tokens and tokens < size):
             raise ValueError(f"features: {len(self.length)} samples of {size} tokens are not padded by less")
         return Features(
-            tokens={name: _longer(each[:, index], tokens) for name, each in self.tokens.items()},
-            length=self.length[index],
-            fixed={name: each[index] for name, each in self.fixed.items()},
+            tokens={n: _longer(repeated(each, rows, 1), tokens) for n, each in self.tokens.items()},
+            length=repeated(self.length, rows),
+            fixed={name: repeated(each, rows) for name, each in self.fixed.items()},
+        )
+
+    def first(self, count: int) -> Features:
+        """The first samples."""
+        return Features(
+            tokens={name: each[:, :count] for name, each in self.tokens.items()},
+            length=self.length[:count],
+            fixed={name: each[:count] for name, each in self.fixed.items()},
         )
 
     def records(self, tag: Tag) -> list[Record]:
@@ -168,8 +175,18 @@ def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 
+def repeated(values: Tensor, rows: int, dim: int = 0) -> Tensor:
+    """With copies of the last row behind, so that there are `rows`; as it is where there are that many."""
+    if values.shape[dim] == rows:
+        return values
+    index = torch.arange(rows, device=values.device).clamp(max=values.shape[dim] - 1)
+    return values.index_select(dim, index)
+
+
 def _longer(values: Tensor, tokens: int) -> Tensor:
     """[L, B, tokens, ...], zeros at the end."""
+    if values.shape[2] == tokens:
+        return values
     more = values.new_zeros(*values.shape[:2], tokens - values.shape[2], *values.shape[3:])
     return torch.cat([values, more], dim=2)
 

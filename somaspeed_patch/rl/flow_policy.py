@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from somaspeed_patch import features
+from somaspeed_patch import features, recorded
 from somaspeed_patch.rl import flow_sde
 from somaspeed_patch.rl.digest import Watch, digest
 from somaspeed_patch.rl.features import Features, Tag
@@ -50,6 +50,8 @@ class FlowPolicy(ABC):
     name: ClassVar[str]
     needs_patch: ClassVar[bool] = True
     """whether it computes through an adapter"""
+    graphed_encoding: ClassVar[bool] = False
+    """whether there is anything `recordable`"""
 
     def __init__(self, policy: nn.Module, *, autocast: torch.dtype | None = None) -> None:
         """Take a policy whose backbone is frozen.
@@ -148,7 +150,7 @@ class FlowPolicy(ABC):
             x: [B, H, A] fp32.
             s: [B] fp32, noise time.
         """
-        with self._context():
+        with self._context(), self._constants():
             return self._velocity(encoded, x, s).float()
 
     def sample(self, encoded: Features, flow: Flow, draws: Draws) -> Sample:
@@ -173,6 +175,10 @@ class FlowPolicy(ABC):
     def _context(self) -> AbstractContextManager[Any]:
         dtype = self._autocast or self._inference_dtype()
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _constants(self) -> AbstractContextManager[Any]:
+        """Around `_velocity`."""
+        return recorded.constants()
 
     def _inference_dtype(self) -> torch.dtype | None:
         """What the policy's own inference computes under autocast to."""

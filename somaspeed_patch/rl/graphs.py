@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from somaspeed_patch import recorded
 
 log = logging.getLogger(__name__)
 
@@ -30,28 +31,6 @@ class _Recording:
     graph: Any
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-
-
-class _Constants(TorchFunctionMode):
-    """Remembers what `torch.tensor` made of Python numbers: a recording cannot take them to the GPU.
-
-    LeRobot's `embed_suffix` makes its attention mask so.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[str, Tensor] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if func is not torch.tensor or not args or not isinstance(args[0], (bool, int, float, list, tuple)):
-            return func(*args, **given)
-        key = repr((args, sorted(given.items())))
-        if key not in self._made:
-            self._made[key] = func(*args, **given)
-        return self._made[key].clone()
 
 
 class Graphed:
@@ -119,19 +98,19 @@ class Graphed:
 
     def _record(self, inputs: dict[str, Tensor]) -> _Recording:
         device = next(iter(inputs.values())).device
-        constants = _Constants()
         warm = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         warm.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(warm), constants:
-            for _ in range(_WARM_UP):
-                self._computation(inputs)
-        torch.cuda.current_stream(device).wait_stream(warm)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:  # one for all shapes: only one recording at a time is replayed
-            self._pool = torch.cuda.graph_pool_handle()
-        # thread_local: what the other thread asks of the GPU meanwhile is no error of this recording
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), constants:
-            outputs = self._computation(inputs)
+        with recorded.remembering():
+            with torch.cuda.stream(warm):
+                for _ in range(_WARM_UP):
+                    self._computation(inputs)
+            torch.cuda.current_stream(device).wait_stream(warm)
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None:  # one for all shapes: only one recording at a time is replayed
+                self._pool = torch.cuda.graph_pool_handle()
+            # thread_local: what the other thread asks of the GPU meanwhile is no error of this recording
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = self._computation(inputs)
         return _Recording(graph=graph, inputs=inputs, outputs=outputs)
 
     def _restore(self, before: list[Tensor | None]) -> None:

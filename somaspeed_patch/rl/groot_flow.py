@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from somaspeed_patch import facts
+from somaspeed_patch import facts, recorded
 from somaspeed_patch.groot import backbone, dit
 from somaspeed_patch.rl.features import Features, leading, packed
 from somaspeed_patch.rl.flow_policy import FlowPolicy
@@ -74,7 +74,7 @@ class GrootFlow(FlowPolicy):
 
     def pooled(self, encoded: Features) -> Tensor:
         """[B, W] fp32 of the features as the policy now attends to them; the critic does not train them."""
-        with torch.no_grad(), self._context():
+        with torch.no_grad(), self._context(), recorded.constants():
             hidden, valid = self._attended(encoded)
             state = self._state(encoded)
         return torch.cat([masked_mean(hidden, valid), state[:, 0].float()], dim=1)

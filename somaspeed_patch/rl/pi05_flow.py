@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +23,7 @@ class PI05Flow(FlowPolicy):
     """PI05Policy with `train_expert_only`. A sample of 562 tokens takes 9.9 MiB in bf16."""
 
     name: ClassVar[str] = "pi05"
+    graphed_encoding: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -108,6 +110,10 @@ class PI05Flow(FlowPolicy):
             length=valid.sum(1, dtype=torch.int32),
             fixed={"pooled": masked_mean(found.hidden, None if self._pool == "all" else valid)},  # type: ignore[arg-type]
         )
+
+    def _constants(self) -> AbstractContextManager[Any]:
+        """The adapter puts them around what needs them: the layers may be compiled."""
+        return nullcontext()
 
     def _velocity(self, encoded: Features, x: Tensor, s: Tensor) -> Tensor:
         context = prefix.Prefix(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from somaspeed_patch.rl.features import Features, below
+from somaspeed_patch.rl.features import Features, below, repeated
 from somaspeed_patch.rl.flow_policy import FlowPolicy
 from somaspeed_patch.rl.flow_sde import Draws, Flow, Sample
 from somaspeed_patch.rl.graphs import Graphed
@@ -36,7 +36,7 @@ class Sampler:
         if self._graphed:
             rows, tokens = _ceiling(count), -(-encoded.tokens_per_sample // _TOKENS) * _TOKENS
             encoded = encoded.padded(rows, tokens)
-            draws = draws.mapped(lambda each: _repeated(each, rows))
+            draws = draws.mapped(lambda each: repeated(each, rows))
         compute = self.graph if self._graphed else self._computed
         found = compute({**encoded.tensors(), **_named(draws)})
         cut = {name: each[:count] for name, each in found.items()}
@@ -58,8 +58,3 @@ def _named(draws: Draws) -> dict[str, Tensor]:
 def _ceiling(count: int) -> int:
     """The next power of two."""
     return int(1 << (count - 1).bit_length())
-
-
-def _repeated(values: Tensor, rows: int) -> Tensor:
-    """With copies of the last one behind."""
-    return values[torch.arange(rows, device=values.device).clamp(max=len(values) - 1)]

@@ -110,9 +110,11 @@ def _cell(
     with ExitStack() as stack:
         if kind == "sync":
             actor = subject.actor(subject.policy, learner.value_head, settings, store=store)
+            parts.warm_up(actor, args.image_size)
             run: Iterator[Iteration] = one_behind_the_other(learner, _collector(pool, args), actor)
         else:
             actor = subject.actor(subject.policy.twin(), subject.value_head(), settings, store=store)
+            parts.warm_up(actor, args.image_size)
             player = LocalPlayer(_collector(pool, args), actor)
             run = iter(stack.enter_context(SideBySide(learner, player, lag=1)))
         timed = list(_timed(run, args))

@@ -17,6 +17,7 @@ from somaspeed_patch.ab.synthetic_recipe import Synthetic
 from somaspeed_patch.pi05 import hints
 from somaspeed_patch.rl import flow_sde
 from somaspeed_patch.rl.actor import Actor
+from somaspeed_patch.rl.encoder import MOST
 from somaspeed_patch.rl.env_libero import CAMERAS
 from somaspeed_patch.rl.env_process import ACTION, Observation
 from somaspeed_patch.rl.flow_sde import Flow
@@ -119,6 +120,16 @@ def episodes(actor: Actor, count: int, store: Store, image_size: int, batch: int
         Trajectory(env=0, episode=i, version=0, chunks=part, terminated=True, final_value=0.0)
         for i, part in enumerate(parts)
     ]
+
+
+def warm_up(actor: Actor, image_size: int) -> None:
+    """Compile and record what any number of observations takes, so that no iteration has to."""
+    rng, seed = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    for count in range(1, MOST + 1):
+        seen = [_observation(rng, image_size) for _ in range(count)]
+        actor.act(seen, [flow_sde.draw(1, actor.policy.shape, actor.flow, seed) for _ in seen])
+    if actor.policy.device.type == "cuda":
+        torch.cuda.synchronize()  # another thread goes on with it
 
 
 def _observation(rng: np.random.Generator, size: int) -> Observation:
