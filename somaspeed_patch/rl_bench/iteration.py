@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3, help="K, network evaluations a chunk")
     parser.add_argument("--micro-batch", type=int, default=128)
     parser.add_argument("--global-batch", type=int, default=2048)
-    parser.add_argument("--warm-up", type=int, default=1, help="iterations that are not counted")
+    parser.add_argument("--warm-up", type=int, default=2, help="iterations that are not counted")
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--env-repeats", type=int, default=2)
     parser.add_argument("--image-size", type=int, default=256)
@@ -125,20 +125,25 @@ def _cell(
 
 
 def _timed(run: Iterator[Iteration], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for _ in itertools.islice(run, args.warm_up):
-        pass
+    """Nothing of an iteration is held while the next one is played: memory is handed on as in a real run."""
+    for _ in range(args.warm_up):
+        next(run)
     begun = time.perf_counter()
-    for each in itertools.islice(run, args.iterations):
+    for _ in range(args.iterations):
+        found = _facts(next(run))
         now = time.perf_counter()
-        yield {
-            "seconds": now - begun,
-            "env_steps": each.rollout.env_steps,
-            "samples": each.metrics["charts/samples"],
-            "lag": each.metrics["charts/lag"],
-            "failures": len(each.rollout.failures),
-            "phases": each.seconds,
-        }
+        yield {"seconds": now - begun, **found}
         begun = now
+
+
+def _facts(done: Iteration) -> dict[str, Any]:
+    return {
+        "env_steps": done.rollout.env_steps,
+        "samples": done.metrics["charts/samples"],
+        "lag": done.metrics["charts/lag"],
+        "failures": len(done.rollout.failures),
+        "phases": done.seconds,
+    }
 
 
 def _summary(found: dict[str, Any]) -> Iterator[str]:
