@@ -81,6 +81,7 @@ class PickAndPlace:
         obs: Mapping[str, Vector],
         *,
         side: float = 1.0,
+        speed: float = 1.0,
         bowl: str = "akita_black_bowl_1",
         plate: str = "plate_1",
     ) -> None:
@@ -89,10 +90,12 @@ class PickAndPlace:
         Args:
             obs: robosuite's, after the scene has settled.
             side: +1 or -1, which side of the rim to hold, along the world's y axis.
+            speed: the most of a step's motion, up to 1, that it asks for along an axis; people who
+                demonstrate are slower than the robot can be.
             bowl: name of the object to carry; in LIBERO-Spatial the one that the instruction means.
             plate: name of the object to put it on.
         """
-        self.names = (bowl, plate)
+        self.names, self.speed = (bowl, plate), speed
         self.bowl_start = obs[f"{bowl}_pos"].copy()
         self.grasp = np.array([0.0, side * RIM, 0.0])
         self._index = self._steps = 0
@@ -108,7 +111,7 @@ class PickAndPlace:
         if is_over(self.phase, scene, self._steps):
             self._index, self._steps = min(self._index + 1, len(PHASES) - 1), 0
         self._steps += 1
-        return action_towards(self.phase, scene)
+        return action_towards(self.phase, scene, self.speed)
 
     def _scene(self, obs: Mapping[str, Vector]) -> Scene:
         bowl, plate = (obs[f"{name}_pos"] for name in self.names)
@@ -124,10 +127,10 @@ def is_over(phase: Phase, scene: Scene, steps: int) -> bool:
     return phase.target is not None and steps > 0 and distance(phase.target(scene), scene.hand) < REACHED
 
 
-def action_towards(phase: Phase, scene: Scene) -> NDArray[np.float32]:
-    """The action [7] that asks for the whole way to the phase's target, clipped to what one step can do."""
+def action_towards(phase: Phase, scene: Scene, speed: float = 1.0) -> NDArray[np.float32]:
+    """The action [7] that asks for the whole way to the phase's target, clipped to a share of one step."""
     way = np.zeros(3) if phase.target is None else phase.target(scene) - scene.hand
-    move = np.clip(way / METRES_PER_UNIT, -1.0, 1.0)
+    move = np.clip(way / METRES_PER_UNIT, -speed, speed)
     return np.array([*move, 0.0, 0.0, 0.0, phase.gripper], dtype=np.float32)
 
 

@@ -27,7 +27,7 @@ from somaspeed_patch.rl.env_process import ACTION, EnvSpec, Observation
 
 log = logging.getLogger(__name__)
 
-MAX_STEPS = 240
+MAX_STEPS = 320
 Demonstration = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Observations [T, O], and the actions [T, 4] of the expert at them."""
 _LATENT = (0, 1, 2, 6)  # of the environment's action: translation and gripper
@@ -57,16 +57,16 @@ def flat(observation: Observation) -> NDArray[np.float32]:
 
 
 def demonstrate(
-    world: LiberoWorld, init_state: int, side: float, rng: np.random.Generator
+    world: LiberoWorld, init_state: int, side: float, rng: np.random.Generator, speed: float = 1.0
 ) -> Demonstration | None:
     """The expert's episode from an initial state; None where it does not solve the task.
 
     Args:
-        side: +1 or -1, see `PickAndPlace`.
+        side, speed: see `PickAndPlace`.
         rng: of the disturbance.
     """
     world.reset(init_state, 0)
-    expert = PickAndPlace(world.raw, side=side)
+    expert = PickAndPlace(world.raw, side=side, speed=speed)
     seen, done = [], []
     for _ in range(MAX_STEPS):
         action = expert.act(world.raw)
@@ -79,11 +79,13 @@ def demonstrate(
     return None
 
 
-def demonstrations(world: LiberoWorld, init_states: Sequence[int]) -> Iterator[Demonstration]:
+def demonstrations(
+    world: LiberoWorld, init_states: Sequence[int], speed: float = 1.0
+) -> Iterator[Demonstration]:
     """The faster of the expert's two ways from each initial state that it solves."""
     for init_state in init_states:
         rng = np.random.default_rng(init_state)
-        ways = [demonstrate(world, init_state, side, rng) for side in (1.0, -1.0)]
+        ways = [demonstrate(world, init_state, side, rng, speed) for side in (1.0, -1.0)]
         solved = [way for way in ways if way is not None]
         log.info("initial state %d: solved from %d of 2 sides", init_state, len(solved))
         if solved:
@@ -113,11 +115,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="libero_states")
     parser.add_argument("--task", type=int, default=0)
     parser.add_argument("--init-states", default="0:20", help="from:to of the task's 50")
+    parser.add_argument("--speed", type=float, default=1.0, help="of the expert, at most; 1 is the robot's")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     begin, _, end = args.init_states.partition(":")
     world = LiberoWorld(EnvSpec(task=args.task, horizon=MAX_STEPS))
-    save(args.out, list(demonstrations(world, range(int(begin), int(end)))))
+    save(args.out, list(demonstrations(world, range(int(begin), int(end)), args.speed)))
 
 
 if __name__ == "__main__":
