@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,15 @@ def test_slots_answer_by_themselves(pool):
     result = one(pool, 1)
     assert isinstance(result, Chunk) and result.done
     assert pool.ready(0) == [] and len(pool) == 2
+
+
+def test_environments_keep_to_the_cores_they_are_given():
+    mine = sorted(os.sched_getaffinity(0))
+    with EnvPool([replace(SPEC, cores=1), SPEC]) as pool:
+        theirs = [os.sched_getaffinity(worker.process.pid) for worker in pool._workers]
+    assert theirs == [set(mine[:1]), set(mine)]
+    with pytest.raises(ValueError, match="env.cores: expected 1 or more, or none, but is 0"):
+        EnvSpec(cores=0)
 
 
 def test_a_slow_slot_holds_nobody(pool):

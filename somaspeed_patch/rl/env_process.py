@@ -57,8 +57,14 @@ class EnvSpec:
     """EGL's number of the GPU to render on, which is not CUDA's where CUDA_VISIBLE_DEVICES hides some."""
     software_gl_profile: bool = False
     """Other, cheaper images for tests on a CPU, see `libero.film.use_software_profile`."""
+    cores: int | None = None
+    """CPU cores that all environments share, the first ones of this process's; None: all. Linux only."""
     factory: str = LIBERO
     """`module:name` of what makes the world from this spec, imported in the child."""
+
+    def __post_init__(self) -> None:
+        if self.cores is not None and self.cores < 1:
+            raise ValueError(f"env.cores: expected 1 or more, or none, but is {self.cores}")
 
 
 class World(Protocol):
@@ -184,6 +190,7 @@ def main(pipe: Connection, spec: EnvSpec, parent: int, *, die_with_parent: bool)
     end_with_parent(parent, by_kernel=die_with_parent)
     set_renderer(spec)
     os.nice(_NICE)
+    stay_on(spec.cores)
     try:
         episodes = Episodes(make_world(spec), spec.horizon)
         pipe.send(("ready", None))
@@ -193,6 +200,12 @@ def main(pipe: Connection, spec: EnvSpec, parent: int, *, die_with_parent: bool)
     except Exception:
         pipe.send(("failed", traceback.format_exc()))
         sys.exit(1)
+
+
+def stay_on(cores: int | None) -> None:
+    """Let this process run on the first `cores` of those it may run on, where the system can do that."""
+    if cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
 
 def serve(pipe: Connection, answers: dict[str, Callable[..., Observation | Chunk]]) -> None:

@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = EnvSpec(
         suite=args.suite, task=args.task, image_size=args.image_size, horizon=args.horizon,
-        software_gl_profile=args.software_gl, factory=args.factory,
+        software_gl_profile=args.software_gl, cores=args.env_cores, factory=args.factory,
     )  # fmt: skip
     with patched("pi05", compile=args.compile), EnvPool([spec] * args.slots) as pool:
         own = [_env_rate(pool, args) for _ in range(args.env_repeats)]
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", type=int, default=0)
     parser.add_argument("--factory", default=LIBERO)
     parser.add_argument("--slots", type=int, default=14)
+    parser.add_argument("--env-cores", type=int, help="that all environments share")
     parser.add_argument("--episodes", type=int, default=1, help="of each slot and iteration")
     parser.add_argument("--horizon", type=int, default=240)
     parser.add_argument("--executed", type=int, default=5, help="steps of a chunk")

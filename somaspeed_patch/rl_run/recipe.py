@@ -59,6 +59,8 @@ class Environment:
     software_gl_profile: bool = False
     egl_devices: tuple[int, ...] = ()
     """GPUs to render on by EGL's numbers, dealt round the slots"""
+    cores: int | None = None
+    """CPU cores for all environments together; None: every one"""
     factory: str = LIBERO
 
     def specs(self) -> list[EnvSpec]:
@@ -74,6 +76,7 @@ class Environment:
                 gl=self.gl,
                 egl_device=gpus[slot % len(gpus)] if gpus else None,
                 software_gl_profile=self.software_gl_profile,
+                cores=self.cores,
                 factory=self.factory,
             )
             for slot in range(self.slots)
