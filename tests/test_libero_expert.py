@@ -50,6 +50,11 @@ def test_action_is_the_way_in_units_of_five_centimetres_clipped():
     )
 
 
+def test_a_slow_expert_asks_for_less_of_a_step():
+    action = PickAndPlace(_obs([0, 0, 1.2]), speed=0.6).act(_obs([0, 0, 1.2]))
+    np.testing.assert_allclose(action, [0.6, 0.6, -0.6, 0, 0, 0, -1], atol=1e-6)
+
+
 def test_action_without_a_target_holds_still():
     np.testing.assert_array_equal(action_towards(PHASE["grasp"], SCENE), [0, 0, 0, 0, 0, 0, 1])
 
