@@ -62,7 +62,7 @@ def test_a_recipes_policy_is_cloned_from_its_demonstrations(tmp_path):
     parts = [states.make(load("rl_libero_states", [given])) for _ in range(2)]
     weights = [each.policy.policy.state_dict() for each in parts]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert parts[0].policy.shape == (8, 4) and parts[0].policy.value_width == 11
+    assert parts[0].policy.shape == (4, 4) and parts[0].policy.value_width == 11
     parts[0].save(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size > 1000
     for wrong, words in (
