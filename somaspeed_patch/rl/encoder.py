@@ -7,7 +7,7 @@ for one to four.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,14 +45,16 @@ class Encoder:
         if found.module is not self._module:  # recordings read the memory of the one before
             self._module, self._graphs = found.module, {}
         if found.key not in self._graphs:
-            self._graphs[found.key] = Graphed(_encoding(found), found.module.parameters(), "encoder")
+            self._graphs[found.key] = Graphed(_named(found.encode), found.module.parameters(), "encoder")
         rows = next(size for size in _SIZES if size >= count)
         tensors = {name: repeated(each, rows) for name, each in found.tensors.items()}
         return Features.of(self._graphs[found.key](tensors)).first(count)
 
 
-def _encoding(found: Recordable) -> Computation:
+def _named(encode: Callable[[Mapping[str, Tensor]], Features]) -> Computation:
+    """As a graph's computation; nothing of the batch it was first asked for is kept."""
+
     def compute(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return found.encode(tensors).tensors()
+        return encode(tensors).tensors()
 
     return compute

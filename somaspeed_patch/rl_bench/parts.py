@@ -16,7 +16,7 @@ from somaspeed_patch.ab import machine, results, synthetic_pi05, synthetic_recip
 from somaspeed_patch.ab.synthetic_recipe import Synthetic
 from somaspeed_patch.pi05 import hints
 from somaspeed_patch.rl import flow_sde
-from somaspeed_patch.rl.actor import Actor
+from somaspeed_patch.rl.actor import Actor, Decision
 from somaspeed_patch.rl.encoder import MOST
 from somaspeed_patch.rl.env_libero import CAMERAS
 from somaspeed_patch.rl.env_process import ACTION, Observation
@@ -110,9 +110,7 @@ def episodes(actor: Actor, count: int, store: Store, image_size: int, batch: int
     actor.store = store
     found = list[Chunk]()
     while len(found) < count:
-        seen = [_observation(rng, image_size) for _ in range(min(batch, count - len(found)))]
-        draws = [flow_sde.draw(1, actor.policy.shape, actor.flow, seed) for _ in seen]
-        for each in actor.act(seen, draws):
+        for each in _decisions(actor, min(batch, count - len(found)), image_size, rng, seed):
             ended = torch.full((actor.executed,), len(found) % _EPISODE == _EPISODE - 1)
             found.append(each.chunk(torch.from_numpy(rng.random(actor.executed, np.float32)), ended))
     parts = [found[i : i + _EPISODE] for i in range(0, count, _EPISODE)]
@@ -126,10 +124,17 @@ def warm_up(actor: Actor, image_size: int) -> None:
     """Compile and record what any number of observations takes, so that no iteration has to."""
     rng, seed = np.random.default_rng(0), torch.Generator().manual_seed(0)
     for count in range(1, MOST + 1):
-        seen = [_observation(rng, image_size) for _ in range(count)]
-        actor.act(seen, [flow_sde.draw(1, actor.policy.shape, actor.flow, seed) for _ in seen])
+        _decisions(actor, count, image_size, rng, seed)
     if actor.policy.device.type == "cuda":
         torch.cuda.synchronize()  # another thread goes on with it
+
+
+def _decisions(
+    actor: Actor, count: int, image_size: int, rng: np.random.Generator, seed: torch.Generator
+) -> list[Decision]:
+    """Of random images."""
+    seen = [_observation(rng, image_size) for _ in range(count)]
+    return actor.act(seen, [flow_sde.draw(1, actor.policy.shape, actor.flow, seed) for _ in seen])
 
 
 def _observation(rng: np.random.Generator, size: int) -> Observation:
