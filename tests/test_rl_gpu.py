@@ -132,7 +132,9 @@ def hinted(policy, count):
     return batch
 
 
-def test_a_replayed_encoder_is_the_eager_one_also_of_other_weights():
+def test_a_replayed_encoder_is_the_eager_one_also_of_other_weights(monkeypatch):
+    # In TF32 the patches' convolution of 8 images is 1e-3 off that of 6.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     policy = pi05()
     encoder = Encoder(policy, graphs=True)
     ways = []
