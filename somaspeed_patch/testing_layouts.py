@@ -27,16 +27,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import somaspeed_patch
-from somaspeed_patch import testing_ranks
+from somaspeed_patch import testing_frames, testing_ranks
 from somaspeed_patch.layouts.layout import parse
 from somaspeed_patch.tiny import help_texts
 
 GLOBAL_BATCH = 4
 STEPS = 10
 LIMIT = 150.0  # seconds a run may take; they need 2 to 6
-_FRAMES = Path(__file__).parent / "recipes" / "assets" / "libero_spatial_tiny"
 _COMMON = [
-    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={_FRAMES}",
+    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={testing_frames.FRAMES}",
     "--dataset.video_backend=pyav", "--num_workers=0", "--env_eval_freq=0", "--log_freq=1", "--seed=7",
     "--policy.push_to_hub=false", "--policy.chunk_size=4",
     "--policy.n_action_steps=4",
@@ -180,7 +179,9 @@ def run_all(script: str, folder: Path, *names: str, device: str = "cpu") -> dict
 def serve_runs(runs: Mapping[str, LayoutRun]) -> None:
     """In the script of `run_all`."""
     testing_ranks.import_once("lerobot.scripts.lerobot_train", *_LATE)
-    testing_ranks.serve(runs, _rank, before=lambda *_: None, limit=LIMIT)
+    with testing_frames.decoded_once():
+        testing_frames.read(episode=0)
+        testing_ranks.serve(runs, _rank, before=lambda *_: None, limit=LIMIT)
 
 
 def _rank(rank: int, run: LayoutRun, folder: Path, name: str) -> None:

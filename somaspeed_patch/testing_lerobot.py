@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import somaspeed_patch
+from somaspeed_patch.testing_frames import FRAMES, decoded_once
 from somaspeed_patch.testing_optim import ExactAdamW, clip_exactly, forget_counts, small_tiles
 from somaspeed_patch.tiny import help_texts
 from somaspeed_patch.tiny_pi05 import byte_tokenizer
@@ -28,9 +29,8 @@ LEAST = Size(
     vision_width=16, vision_mlp=16, vision_depth=1, vision_heads=2,
 )  # fmt: skip
 TRAINED = 21
-_FRAMES = Path(__file__).parent / "recipes" / "assets" / "libero_spatial_tiny"
 TRAIN = [
-    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={_FRAMES}",
+    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={FRAMES}",
     "--dataset.video_backend=pyav", "--num_workers=0", "--env_eval_freq=0", "--seed=7", "--batch_size=2",
     "--policy.type=pi05", "--policy.device=cpu", "--policy.push_to_hub=false", "--policy.chunk_size=4",
     "--policy.n_action_steps=4", "--policy.image_resolution=[28,28]", "--policy.train_expert_only=true",
@@ -126,7 +126,8 @@ def lerobot_train(arguments: Sequence[str], folder: Path, *targets: str, **featu
     before, sys.argv = sys.argv, ["lerobot-train", *arguments, f"--output_dir={folder}"]
     record = str(_record(folder))
     try:
-        with somaspeed_patch.patched("step_recorder", *targets, record_steps=record, **features):
+        ours = somaspeed_patch.patched("step_recorder", *targets, record_steps=record, **features)
+        with decoded_once(), ours:
             main()
     finally:
         sys.argv = before

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from somaspeed_patch.testing_frames import FRAMES
 from somaspeed_patch.workers.collate import Collate, unit_floats
 from somaspeed_patch.workers.steps import split
-
-FRAMES = Path(__file__).parent / "recipes" / "assets" / "libero_spatial_tiny"
 
 
 def frames() -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+
+_version = cache(importlib.metadata.version)  # 1 ms each: patch() asks for up to 50; what is missing may come
 
 
 def installed(distribution: str) -> str | None:
     """Its version, or None."""
     try:
-        return version(distribution)
+        return _version(distribution)
     except PackageNotFoundError:
         return None
 

@@ -3,12 +3,15 @@
 import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny pi0.5 step takes 0.05 s with it, 5 s without
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+startup = [str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, startup))
 
 import torch  # noqa: E402
 
@@ -60,3 +63,12 @@ def unpatched() -> Iterator[None]:
 def steps_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """FusedAdamW as without the interpreter, which takes its kernels 25 ms a parameter and update."""
     monkeypatch.setattr("somaspeed_patch.kernels.adamw.INTERPRETED", False)
+
+
+@pytest.fixture(scope="module")
+def frames_decoded_once() -> Iterator[None]:
+    """For files that train on the shipped frames again and again."""
+    from somaspeed_patch import testing_frames
+
+    with testing_frames.decoded_once():
+        yield

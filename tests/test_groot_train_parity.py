@@ -8,6 +8,7 @@ import pytest
 from somaspeed_patch.testing_train_parity import assert_same_run, run
 from somaspeed_patch.tiny_groot import redirect
 
+pytestmark = pytest.mark.usefixtures("frames_decoded_once")
 DATASET = Path(__file__).parents[1] / "recipes" / "assets" / "libero_spatial_tiny"
 STEPS = 20
 ARGUMENTS = [

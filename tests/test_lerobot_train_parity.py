@@ -12,6 +12,7 @@ from somaspeed_patch.tiny_pi05 import byte_tokenizer
 from somaspeed_patch.tiny_pi05.shrink import shrunk
 from somaspeed_patch.tiny_pi05.sizes import SIZES
 
+pytestmark = pytest.mark.usefixtures("frames_decoded_once")
 DATASET = Path(__file__).parents[1] / "recipes" / "assets" / "libero_spatial_tiny"
 STEPS = 20
 COMMON = [

@@ -12,6 +12,7 @@ from somaspeed_patch import patching
 from somaspeed_patch.testing_train_parity import assert_same_run, run, weights
 from somaspeed_patch.tiny_molmoact2 import redirect
 
+pytestmark = pytest.mark.usefixtures("frames_decoded_once")
 DATASET = Path(__file__).parents[1] / "recipes" / "assets" / "libero_spatial_tiny"
 STEPS = 20
 COMMON = [
