@@ -5,7 +5,8 @@
 Random weights solve nothing, so every episode lasts to the horizon and all iterations have the same samples.
 All arms use the same environment processes, the same patched forward and graphs; `sync_recompute` differs
 from `sync_cached` by the memory mode alone, `async_cached` by playing while the learner trains. The
-environments' own rate is theirs with actions that come from nowhere in no time.
+environments' own rate is theirs with actions that come from nowhere in no time, measured before the first and
+behind every cell.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     )  # fmt: skip
     with patched("pi05", compile=args.compile), EnvPool([spec] * args.slots) as pool:
         _env_rate(pool, args)  # the first rollout takes twice as long: new processes read their meshes
-        own = [_env_rate(pool, args) for _ in range(args.env_repeats)]
-        log.info("environments alone: %s env steps/s", [round(each, 1) for each in own])
+        own = [_env_rate(pool, args)]
         subject = parts.subject(args.size, device)
         found = {**parts.head("RL iteration", args), "env_steps_per_second": own, "cells": []}
         for epochs, arm in itertools.product(args.epochs, args.arms):
             found["cells"].append(_cell(subject, pool, arm, epochs, args))
+            own.append(_env_rate(pool, args))  # between cells: it drifts by a fifth within minutes
             if args.out:
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
     for each in _summary(found):
@@ -80,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--global-batch", type=int, default=2048)
     parser.add_argument("--warm-up", type=int, default=2, help="iterations that are not counted")
     parser.add_argument("--iterations", type=int, default=2)
-    parser.add_argument("--env-repeats", type=int, default=5, help="of the environments alone")
     parser.add_argument("--image-size", type=int, default=256)
     parser.add_argument("--software-gl", action="store_true", help="other images, for a CPU")
     parser.add_argument("--compile", action="store_true", help="the patched layers, too")
@@ -149,7 +149,9 @@ def _facts(done: Iteration) -> dict[str, Any]:
 
 
 def _summary(found: dict[str, Any]) -> Iterator[str]:
-    own = statistics.median(found["env_steps_per_second"])
+    rates = found["env_steps_per_second"]
+    own = statistics.median(rates)
+    yield f"environments alone: {own:.1f} env steps/s ({min(rates):.1f} to {max(rates):.1f})"
     for cell in found["cells"]:
         seconds = statistics.fmean(each["seconds"] for each in cell["iterations"])
         rate = statistics.fmean(each["env_steps"] / each["seconds"] for each in cell["iterations"])
