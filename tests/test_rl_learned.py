@@ -47,10 +47,12 @@ def test_runs_become_one_file_and_a_plot(tmp_path):
     for name, each in (("a", run(0, 0.4, 0.8)), ("b", run(0, 0.4, 0.7, lag=1))):
         folders.append(tmp_path / name)
         folders[-1].mkdir()
+        each["command"] = ["rl", "--set", f"demonstrations=[{folders[-1]}/1.npz,{tmp_path}/2.npz]", "a/b"]
         (folders[-1] / "results.json").write_text(json.dumps(each))
     found = learned.main([*map(str, folders), "--out", str(tmp_path / "found.json")])
     assert json.loads((tmp_path / "found.json").read_text()) == found
     assert found["ways"]["side by side"]["after"]["success"] == 0.7
+    assert found["runs"][0]["command"] == ["rl", "--set", "demonstrations=[1.npz,2.npz]", "a/b"]
     assert "one behind the other" in (tmp_path / "found.svg").read_text()
 
 

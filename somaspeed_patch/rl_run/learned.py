@@ -13,11 +13,12 @@ import argparse
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from somaspeed_patch.ab.results import head
+from somaspeed_patch.ab.results import head, plain
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +34,22 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     runs = [json.loads((run / "results.json").read_text()) for run in args.runs]
-    found = {**head("rl learning"), **summary(runs), "runs": [{k: run[k] for k in _KEPT} for run in runs]}
+    found = _without_folders(
+        {**head("rl learning"), **summary(runs), "runs": [{k: run[k] for k in _KEPT} for run in runs]}
+    )
     args.out.write_text(json.dumps(found, indent=2) + "\n")
     _draw(runs, args.out.with_suffix(".svg"))
     for name, way in found["ways"].items():
         log.info("%s: %s", name, {key: way[key] for key in ("before", "after", "standard_errors")})
     return found
+
+
+def _without_folders(found: dict[str, Any]) -> dict[str, Any]:
+    """Files by name alone: where they lay on this machine says nothing to others."""
+    folders = set(re.findall(r"(?<![\w.])/(?:[^/\s\",=\[\]]+/)+", json.dumps(found)))
+    short = dict.fromkeys(sorted(folders, key=len, reverse=True), "")
+    changed: dict[str, Any] = plain(found, short)
+    return changed
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
