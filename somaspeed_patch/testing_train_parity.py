@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import somaspeed_patch
+from somaspeed_patch.testing_frames import decoded_once
 from somaspeed_patch.tiny import help_texts
 
 Run = tuple[list[dict[str, Any]], Path]
@@ -45,7 +46,7 @@ def run(
     targets = ("step_recorder", target) if patched else ("step_recorder",)
     before, sys.argv = sys.argv, ["lerobot-train", *arguments, f"--steps={steps}", f"--output_dir={folder}"]
     try:
-        with somaspeed_patch.patched(*targets, record_steps=str(record)):
+        with decoded_once(), somaspeed_patch.patched(*targets, record_steps=str(record)):
             served = calls(site)
             main()
             served = calls(site) - served

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 
-_version = cache(importlib.metadata.version)  # 1 ms each: patch() asks for up to 50; what is missing may come
+_version = cache(version)  # 1 ms each: patch() asks for up to 50; what is missing may come
 
 
 def installed(distribution: str) -> str | None:

@@ -63,12 +63,3 @@ def unpatched() -> Iterator[None]:
 def steps_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """FusedAdamW as without the interpreter, which takes its kernels 25 ms a parameter and update."""
     monkeypatch.setattr("somaspeed_patch.kernels.adamw.INTERPRETED", False)
-
-
-@pytest.fixture(scope="module")
-def frames_decoded_once() -> Iterator[None]:
-    """For files that train on the shipped frames again and again."""
-    from somaspeed_patch import testing_frames
-
-    with testing_frames.decoded_once():
-        yield

@@ -1,21 +1,19 @@
 """The real lerobot-train with a tiny GR00T, native against patched: losses, weights, checkpoints."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from somaspeed_patch.testing_frames import FRAMES
 from somaspeed_patch.testing_train_parity import assert_same_run, run
 from somaspeed_patch.tiny_groot import redirect
 
-pytestmark = pytest.mark.usefixtures("frames_decoded_once")
-DATASET = Path(__file__).parents[1] / "recipes" / "assets" / "libero_spatial_tiny"
 STEPS = 20
 ARGUMENTS = [
     "--policy.type=groot", f"--policy.base_model_path={redirect.CHECKPOINT}", "--policy.device=cpu",
     "--policy.push_to_hub=false", "--policy.max_state_dim=16", "--policy.max_action_dim=16",
     "--policy.embodiment_tag=libero_sim", "--policy.chunk_size=4", "--policy.n_action_steps=4",
-    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={DATASET}",
+    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={FRAMES}",
     "--dataset.video_backend=pyav", "--num_workers=0", "--env_eval_freq=0", "--log_freq=10", "--seed=7",
     "--batch_size=2",
 ]  # fmt: skip

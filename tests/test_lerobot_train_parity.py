@@ -1,22 +1,20 @@
 """The real lerobot-train, native against patched: losses, gradient norms, weights, checkpoints, resume."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from somaspeed_patch import patching
+from somaspeed_patch.testing_frames import FRAMES
 from somaspeed_patch.testing_train_parity import assert_same_run, run, weights
 from somaspeed_patch.tiny_pi05 import byte_tokenizer
 from somaspeed_patch.tiny_pi05.shrink import shrunk
 from somaspeed_patch.tiny_pi05.sizes import SIZES
 
-pytestmark = pytest.mark.usefixtures("frames_decoded_once")
-DATASET = Path(__file__).parents[1] / "recipes" / "assets" / "libero_spatial_tiny"
 STEPS = 20
 COMMON = [
-    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={DATASET}",
+    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={FRAMES}",
     "--dataset.video_backend=pyav", "--num_workers=0", "--env_eval_freq=0", "--log_freq=10", "--seed=7",
 ]  # fmt: skip
 POLICY = [

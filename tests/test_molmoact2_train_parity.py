@@ -2,21 +2,19 @@
 
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 import somaspeed_patch
 from somaspeed_patch import patching
+from somaspeed_patch.testing_frames import FRAMES
 from somaspeed_patch.testing_train_parity import assert_same_run, run, weights
 from somaspeed_patch.tiny_molmoact2 import redirect
 
-pytestmark = pytest.mark.usefixtures("frames_decoded_once")
-DATASET = Path(__file__).parents[1] / "recipes" / "assets" / "libero_spatial_tiny"
 STEPS = 20
 COMMON = [
-    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={DATASET}",
+    "--dataset.repo_id=somaspeed/libero_spatial_tiny", f"--dataset.root={FRAMES}",
     "--dataset.video_backend=pyav", "--num_workers=0", "--env_eval_freq=0", "--log_freq=10", "--seed=7",
     "--batch_size=2",
 ]  # fmt: skip
@@ -76,7 +74,7 @@ def frames(policy, checkpoint, first):
     from lerobot.policies.factory import make_pre_post_processors
 
     chunk = {"action": [i / 20 for i in range(policy.config.chunk_size)]}
-    dataset = LeRobotDataset("local", root=DATASET, delta_timestamps=chunk, video_backend="pyav")
+    dataset = LeRobotDataset("local", root=FRAMES, delta_timestamps=chunk, video_backend="pyav")
     preprocessor, _ = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
     return preprocessor(torch.utils.data.default_collate([dataset[first], dataset[first + 300]]))
 
